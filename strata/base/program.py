@@ -1,0 +1,77 @@
+"""The records an architecture emits: ops over named buffers, gathered into programs.
+
+An op names its kind, its buffers by port and its constants. Shapes are static per number of rows T; no Python depends
+on a value. A backend turns a program into something it can run in one go: the CPU into an array of (function address,
+argument record), the GPU into a captured graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+import numpy as np
+
+ROLES = ("io", "scratch", "recurrent", "cells", "weight")
+"""io: written or read by the host each window. scratch: lives within one window and its commit. recurrent: session state
+that only commit advances; checkpoints copy it. cells: session state addressed by position, appended by windows;
+checkpoints do not copy it. weight: a tensor of the file, by its name."""
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A named array. shape in elements, C order; dtype a numpy name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    role: str
+
+    @property
+    def n_bytes(self) -> int:
+        return prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Op:
+    """One step. `buffers` maps port to buffer or tensor name, `consts` are numbers, `layer` is -1 outside layers."""
+
+    kind: str
+    layer: int
+    buffers: Mapping[str, str]
+    consts: Mapping[str, int | float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Program:
+    """Ops in order for windows of exactly T rows. `name` is one of trunk, commit, head (and mtp parts)."""
+
+    name: str
+    T: int
+    ops: tuple[Op, ...]
+    buffers: Mapping[str, Buffer]
+
+    def of_role(self, role: str) -> list[Buffer]:
+        return [b for b in self.buffers.values() if b.role == role]
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One priced piece of memory. device is "ram", "vram" or "disk"; line is the plan line it belongs to."""
+
+    line: str
+    device: str
+    n_bytes: int
+    reason: str
+
+
+# Error word: four int64 (code, op index, layer, detail). The first op in list order that sets it wins.
+ERROR_WORDS = 4
+OK, NOT_FINITE, COMBINE_OVERFLOW, NGRAM_TIMEOUT, NGRAM_FAILED = range(5)
+ERROR_TEXT = {
+    NOT_FINITE: "a non-finite value",
+    COMBINE_OVERFLOW: "an expert output beyond 2^24",
+    NGRAM_TIMEOUT: "no n-gram rows within the limit",
+    NGRAM_FAILED: "an I/O error while reading n-gram rows",
+}
