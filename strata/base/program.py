@@ -13,10 +13,10 @@ from math import prod
 
 import numpy as np
 
-ROLES = ("io", "scratch", "recurrent", "cells", "weight")
-"""io: written or read by the host each window. scratch: lives within one window and its commit. recurrent: session state
-that only commit advances; checkpoints copy it. cells: session state addressed by position, appended by windows;
-checkpoints do not copy it. weight: a tensor of the file, by its name."""
+ROLES = ("io", "scratch", "table", "recurrent", "cells")
+"""io: written or read by the host each window. scratch: lives within one window and its commit. table: made once at load.
+recurrent: session state that only commit (or a prefill chunk) advances; checkpoints copy it. cells: session state addressed
+by position, appended by windows; checkpoints do not copy it. Ports that name no buffer name a tensor of the file."""
 
 
 @dataclass(frozen=True)
@@ -75,3 +75,22 @@ ERROR_TEXT = {
     NGRAM_TIMEOUT: "no n-gram rows within the limit",
     NGRAM_FAILED: "an I/O error while reading n-gram rows",
 }
+
+
+@dataclass(frozen=True)
+class ProgramSet:
+    """All programs of one model at one context and KV format.
+
+    windows  trunk for T = 1..8 rows      heads    logits of T = 1..8 rows
+    commit   advance by n_keep <= 8       prefill  trunk over a whole cell that advances in place
+    states   every buffer a session holds
+    """
+
+    windows: Mapping[int, Program]
+    heads: Mapping[int, Program]
+    commit: Program
+    prefill: Program
+    states: tuple[Buffer, ...]
+
+    def all(self) -> list[Program]:
+        return [*self.windows.values(), *self.heads.values(), self.commit, self.prefill]

@@ -1,0 +1,132 @@
+"""The contract: every tensor a `qwen4exp` model must have, with its shape and what its type may be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from strata.base.errors import ModelError
+from strata.base.geometry import Geometry
+from strata.pack.gguf_file import GgufFile
+
+MATRIX = "matrix"
+VECTOR = "vector"
+ROWS = "rows"
+
+
+@dataclass(frozen=True)
+class Need:
+    """One tensor of the contract. shape in numpy order; use: matrix (products), vector (F32, F16, BF16), rows (lookup)."""
+
+    name: str
+    shape: tuple[int, ...]
+    use: str
+
+
+def _hyper_connection(prefix: str, g: Geometry, inject: bool = True) -> Iterator[Need]:
+    yield Need(f"{prefix}_norm.weight", (g.CD,), VECTOR)
+    yield Need(f"{prefix}_down.weight", (g.hc_rank, g.CD), MATRIX)
+    yield Need(f"{prefix}_up.weight", (g.CD, g.hc_rank), MATRIX)
+    if inject:
+        yield Need(f"{prefix}_inject.weight", (g.C, g.CD), MATRIX)
+
+
+def _gdn(b: str, g: Geometry) -> Iterator[Need]:
+    yield Need(b + "attn_qkv.weight", (g.gdn_channels, g.D), MATRIX)
+    yield Need(b + "attn_gate.weight", (g.gdn_value_width, g.D), MATRIX)
+    yield Need(b + "ssm_alpha.weight", (g.gdn_value_heads, g.D), MATRIX)
+    yield Need(b + "ssm_beta.weight", (g.gdn_value_heads, g.D), MATRIX)
+    yield Need(b + "ssm_a", (g.gdn_value_heads,), VECTOR)
+    yield Need(b + "ssm_dt.bias", (g.gdn_value_heads,), VECTOR)
+    yield Need(b + "ssm_conv1d.weight", (g.gdn_channels, g.gdn_conv_taps), VECTOR)
+    yield Need(b + "ssm_norm.weight", (g.gdn_value_dim,), VECTOR)
+    yield Need(b + "ssm_out.weight", (g.D, g.gdn_value_width), MATRIX)
+
+
+def _qsa(b: str, g: Geometry) -> Iterator[Need]:
+    yield Need(b + "attn_q.weight", (2 * g.H * g.dh, g.D), MATRIX)
+    yield Need(b + "attn_k.weight", (g.Hkv * g.dh, g.D), MATRIX)
+    yield Need(b + "attn_v.weight", (g.Hkv * g.dh, g.D), MATRIX)
+    yield Need(b + "attn_output.weight", (g.D, g.H * g.dh), MATRIX)
+    yield Need(b + "attn_q_norm.weight", (g.dh,), VECTOR)
+    yield Need(b + "attn_k_norm.weight", (g.dh,), VECTOR)
+    if g.block_cells:
+        yield Need(b + "indexer.q_proj.weight", (g.indexer_heads * g.indexer_dim, g.D), MATRIX)
+        yield Need(b + "indexer.k_proj.weight", (g.indexer_dim, g.D), MATRIX)
+        yield Need(b + "indexer.q_norm.weight", (g.indexer_dim,), VECTOR)
+        yield Need(b + "indexer.k_norm.weight", (g.indexer_dim,), VECTOR)
+
+
+def _experts(b: str, g: Geometry, merged: bool) -> Iterator[Need]:
+    yield Need(b + "ffn_gate_inp.weight", (g.E, g.D), MATRIX)
+    yield Need(b + "ffn_gate_inp_shexp.weight", (g.D,), VECTOR)
+    if merged:
+        yield Need(b + "ffn_gate_up_exps.weight", (g.E, 2 * g.F, g.D), MATRIX)
+    else:
+        yield Need(b + "ffn_gate_exps.weight", (g.E, g.F, g.D), MATRIX)
+        yield Need(b + "ffn_up_exps.weight", (g.E, g.F, g.D), MATRIX)
+    yield Need(b + "ffn_down_exps.weight", (g.E, g.D, g.F), MATRIX)
+    yield Need(b + "ffn_gate_shexp.weight", (g.shared_width, g.D), MATRIX)
+    yield Need(b + "ffn_up_shexp.weight", (g.shared_width, g.D), MATRIX)
+    yield Need(b + "ffn_down_shexp.weight", (g.D, g.shared_width), MATRIX)
+
+
+def _ngram(b: str, g: Geometry) -> Iterator[Need]:
+    n = g.ngram
+    yield Need(b + "ple_key.weight", (g.CD, n.width), MATRIX)
+    yield Need(b + "ple_value.weight", (g.D, n.width), MATRIX)
+    for part in ("key", "query", "conv"):
+        yield Need(b + f"ple_norm_{part}.weight", (g.CD,), VECTOR)
+    yield Need(b + "ple_conv1d.weight", (g.CD, n.conv_taps), VECTOR)
+
+
+def required_tensors(g: Geometry, merged_layers: frozenset[int] = frozenset()) -> list[Need]:
+    """Every tensor the trunk reads. merged_layers: layers whose gate and up experts are one tensor."""
+    needs = [
+        Need("token_embd.weight", (g.V, g.D), ROWS),
+        Need("output.weight", (g.V, g.D), MATRIX),
+        *_hyper_connection("output_hc", g, inject=False),
+    ]
+    if g.ngram:
+        rows = max(o + m for o, m in zip(g.ngram.offsets, g.ngram.moduli, strict=True))
+        needs.append(Need("per_layer_token_embd.weight", (rows, g.ngram.row_width), ROWS))
+    for layer, kind in enumerate(g.kinds):
+        b = f"blk.{layer}."
+        needs += _hyper_connection(b + "hc_attn", g)
+        needs += _hyper_connection(b + "hc_ffn", g)
+        needs += _gdn(b, g) if kind == "gdn" else _qsa(b, g)
+        needs += _experts(b, g, layer in merged_layers)
+        if g.ngram and g.ngram.layer == layer:
+            needs += _ngram(b, g)
+    return needs
+
+
+def merged_layers(gguf: GgufFile, g: Geometry) -> frozenset[int]:
+    return frozenset(i for i in range(g.L) if f"blk.{i}.ffn_gate_up_exps.weight" in gguf.tensors)
+
+
+def check_contract(gguf: GgufFile, g: Geometry) -> None:
+    """Raise ModelError for the first tensor that is missing, has another shape, or a type its use does not allow."""
+    if g.ngram and not 0 <= g.ngram.layer < g.L:
+        raise ModelError("n-gram layer", found=g.ngram.layer, needed=f"0..{g.L - 1}")
+    for n in required_tensors(g, merged_layers(gguf, g)):
+        info = gguf.tensors.get(n.name)
+        if info is None:
+            raise ModelError(
+                f"tensor {n.name} is missing", needed=f"shape {n.shape}", advice="Is every shard in place?"
+            )
+        rows_suffice = (
+            n.name == "per_layer_token_embd.weight" and info.shape[0] >= n.shape[0] and info.shape[1:] == n.shape[1:]
+        )
+        one_row = n.use == VECTOR and info.shape in ((1, *n.shape), (n.shape[0], 1, *n.shape[1:]))
+        if info.shape != n.shape and not rows_suffice and not one_row:
+            raise ModelError(f"tensor {n.name} has another shape", found=info.shape, needed=n.shape)
+        name = info.format.name
+        if n.use == VECTOR and name not in ("F32", "F16", "BF16"):
+            raise ModelError(
+                f"tensor {n.name} has a type its use does not allow", found=name, needed="F32, F16 or BF16"
+            )
+        if n.use != VECTOR and name == "I8":
+            raise ModelError(
+                f"tensor {n.name} has a type without products", found=name, needed="a float or block format"
+            )

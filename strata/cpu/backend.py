@@ -1,0 +1,206 @@
+"""The CPU backend: every program as a walk list over one worker pool. It is also the exact oracle of other backends."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from strata.base.errors import NotFinite, StrataError
+from strata.base.geometry import Geometry
+from strata.base.program import (
+    ERROR_TEXT,
+    ERROR_WORDS,
+    NGRAM_FAILED,
+    NGRAM_TIMEOUT,
+    Allocation,
+    Program,
+    ProgramSet,
+)
+from strata.base.state import State
+from strata.base.window import HeadRequest, HeadRows
+from strata.cpu.head_rows import summarise
+from strata.cpu.lower import Lowering, Memory
+from strata.cpu.pool import Pool
+from strata.cpu.rotary import rotary_table
+from strata.cpu.weights import Weights
+from strata.pack.experts import ExpertLayout
+from strata.pack.gguf_file import GgufFile
+from strata.pack.ngram import NgramTable
+
+
+class CpuBackend:
+    """Runs windows, prefill chunks, heads and commits of one model on the CPU.
+
+    One window at a time: the caller (the model) holds the lock. States are independent; `window` binds the one it gets.
+    """
+
+    name = "cpu"
+
+    def __init__(
+        self,
+        gguf: GgufFile,
+        geometry: Geometry,
+        experts: ExpertLayout,
+        programs: ProgramSet,
+        *,
+        threads: int | None = None,
+        pin: bool = False,
+        ngram_cache_rows: int = 65536,
+    ):
+        self.geometry, self.programs = geometry, programs
+        context = programs.prefill.buffers["rope"].shape[0]
+        table = rotary_table(context, geometry.rotary_dims, geometry.rope_base)
+        self.memory = Memory(programs.all(), {"rope": table})
+        self.weights = Weights(gguf, experts)
+        self.pool = Pool(threads, pin=pin)
+        self.threads = self.pool.threads
+        self._error = np.zeros(ERROR_WORDS, np.int64)
+        try:
+            self.ngram = NgramTable(gguf, geometry.ngram, ngram_cache_rows) if geometry.ngram else None
+            for program in programs.all():
+                self._lower(program)
+            self.memory.allocate()
+            lowered = {id(p): self._lower(p) for p in programs.all()}
+        except BaseException:
+            self.pool.close()
+            raise
+        self._windows = {T: lowered[id(p)] for T, p in programs.windows.items()}
+        self._heads = {T: lowered[id(p)] for T, p in programs.heads.items()}
+        self._commit, self._prefill = lowered[id(programs.commit)], lowered[id(programs.prefill)]
+        self._bound: State | None = None
+        self._before_prefill = np.zeros(
+            State([b for b in programs.states if b.role == "recurrent"]).recurrent.size, np.uint8
+        )
+        self._io()
+
+    def _lower(self, program: Program) -> Lowering:
+        lowering = Lowering(
+            program, self.memory, self.weights, self.pool.address, self.threads, self._error.ctypes.data
+        )
+        lowering.run()
+        return lowering
+
+    def _io(self) -> None:
+        a = self.memory.arrays
+        self._tokens, self._pos, self._n_keep, self._head_row = (
+            a["tokens"],
+            a["pos"] if "pos" in a else None,
+            a["n_keep"],
+            a["head_row"],
+        )
+        self._logits = a["logits"]
+        self._ngram_rows, self._ticket = a.get("ngram.rows"), a.get("ngram.ticket")
+
+    # ---- states
+
+    def new_state(self) -> State:
+        state = State(self.programs.states)
+        state.slot_addresses = state.addresses(self.memory.slots)
+        return state
+
+    def _bind(self, state: State) -> None:
+        if self._bound is not state:
+            self.memory.slot_table[: len(state.slot_addresses)] = state.slot_addresses
+            self._bound = state
+
+    # ---- work
+
+    def _feed(self, state: State, tokens: np.ndarray, previous: tuple[int, int]) -> None:
+        T = len(tokens)
+        self._bind(state)
+        self._tokens[:T] = tokens
+        if self._pos is not None:
+            self._pos[0] = state.rows
+        if self.ngram is not None:
+            self._ticket[0] += 1
+            ids = self.ngram.row_ids(self._tokens[:T], *previous)
+            self.ngram.collect(self.ngram.issue(ids), self._ngram_rows[:T])
+            self._ticket[1] = self._ticket[0]
+
+    def _run(self, lowering: Lowering, state: State) -> None:
+        failed = lowering.walk.run()
+        if failed >= 0:
+            code, _, layer, detail = (int(w) for w in self._error)
+            op = lowering.program.ops[lowering.op_of_step[failed]]
+            where = f"layer {layer}" if layer >= 0 else "outside the layers"
+            message = f"window at position {state.rows} stopped: {ERROR_TEXT.get(code, code)} in op {op.kind}, {where}"
+            if code in (NGRAM_TIMEOUT, NGRAM_FAILED):
+                raise StrataError(message, found=f"{detail} ms" if detail else None, advice="Check the disk.")
+            raise NotFinite(message, found=f"row or expert {detail}", advice="The weights or the file may be damaged.")
+
+    def window(self, state: State, tokens: np.ndarray, previous: tuple[int, int]) -> None:
+        """Run T = len(tokens) <= 8 rows at position state.rows; nothing is committed.
+
+        tokens (T,) int32; previous: the tokens one and two places before the window, -1 where there is none. Raises
+        NotFinite naming op and layer; the state is then as before.
+        """
+        self._feed(state, tokens, previous)
+        self._run(self._windows[len(tokens)], state)
+
+    def commit(self, state: State, n_keep: int) -> None:
+        """Advance `state` by the first n_keep rows of the window that was run last, on the same state."""
+        self._bind(state)
+        if n_keep:
+            self._n_keep[0] = n_keep
+            self._run(self._commit, state)
+            state.rows += n_keep
+
+    def prefill(self, state: State, tokens: np.ndarray, previous: tuple[int, int]) -> None:
+        """Read one whole cell of rows at a cell border and advance; on an error the state is as before."""
+        self._feed(state, tokens, previous)
+        self._before_prefill[:] = state.recurrent
+        try:
+            self._run(self._prefill, state)
+        except BaseException:
+            state.recurrent[:] = self._before_prefill
+            raise
+        state.rows += len(tokens)
+
+    def head(self, first_row: int, T: int, request: HeadRequest) -> HeadRows:
+        """Logits of T <= 8 rows of the last window or chunk, from row `first_row` on, summarised as asked."""
+        self._head_row[0] = first_row
+        self._run(self._heads[T], self._bound)
+        return summarise(self._logits[:T], request)
+
+    # ---- facts
+
+    def allocations(self, sessions: int) -> list[Allocation]:
+        """What this backend holds, under the plan's line names."""
+        cells = sum(b.n_bytes for b in self.programs.states if b.role == "cells" and not b.name.endswith("block_keys"))
+        keys = sum(b.n_bytes for b in self.programs.states if b.name.endswith("block_keys"))
+        recurrent = sum(b.n_bytes for b in self.programs.states if b.role == "recurrent")
+        logits = self.memory.shared["logits"].n_bytes
+        lines = [
+            ("weights (mapped)", self.weights.gguf.total_bytes, "used in place from the file's mapping"),
+            ("KV cache", cells * sessions, f"{sessions} sessions"),
+            ("pooled keys", keys * sessions, f"{sessions} sessions"),
+            ("recurrent state", recurrent * sessions + recurrent, f"{sessions} sessions and one chunk's way back"),
+            ("n-gram cache", self.ngram.cache_bytes if self.ngram else 0, "rows already read"),
+            ("window scratch", self.memory.n_bytes - logits, "activations of the widest program"),
+            ("logits", logits, "8 rows"),
+            (
+                "tables",
+                sum(t.nbytes for t in self.memory.tables.values()) + self.weights.vector_bytes,
+                "rotary, vectors",
+            ),
+        ]
+        return [Allocation(line, "ram", n, reason) for line, n, reason in lines]
+
+    def profile(self, on: bool = True) -> None:
+        """Start or stop timing every step; see `op_times`."""
+        for lowering in self._lowered():
+            lowering.walk.profile(on)
+
+    def _lowered(self) -> list[Lowering]:
+        return [*self._windows.values(), *self._heads.values(), self._commit, self._prefill]
+
+    def op_times(self) -> dict[str, int]:
+        """ns spent per kind of op since `profile()`."""
+        total: dict[str, int] = {}
+        for lowering in self._lowered():
+            for index, ns in zip(lowering.op_of_step, lowering.walk.step_ns, strict=True):
+                kind = lowering.program.ops[index].kind
+                total[kind] = total.get(kind, 0) + int(ns)
+        return total
+
+    def close(self) -> None:
+        self.pool.close()

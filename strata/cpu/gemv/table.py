@@ -1,0 +1,121 @@
+"""The seam between products and their kernels: which compiled function serves a (format, rows, tier), on which records.
+
+A kernel is a C function, all arguments int64:
+
+    kernel(w, w_stride, n_rows, act, K, out, out_stride)
+
+    w, w_stride      address of the first matrix row, bytes from row to row
+    n_rows           rows of the matrix
+    act              R activation records in the layout of (format, tier), one behind the other
+    K                values of a row, a multiple of the format's block
+    out, out_stride  float32 results: activation row r, matrix row i at out + r * out_stride + 4 i (strides in bytes)
+
+and a quantiser is one too, writing R records:
+
+    quantise(x, K, R, x_stride, records, error_word)
+
+    x, x_stride      float32 rows, bytes from row to row
+    error_word       int64; becomes NOT_FINITE if it was 0 and a value is Inf or NaN
+
+Kernels never read past a row of the matrix, and their results do not depend on R, n_rows or the tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from strata.base.errors import BadArgument
+from strata.cpu.compiled import CFunction
+from strata.cpu.gemv import floats
+from strata.cpu.gemv.activations import quantise_p32, quantise_p256, swiglu_rows
+from strata.cpu.gemv.portable import QUANTISED
+from strata.cpu.gemv.rows import MOST_ROWS, record_bytes
+from strata.pack.formats import BlockFormat
+
+PORTABLE = 0
+"""The tier that runs everywhere."""
+
+TIERS = (PORTABLE,)
+
+
+@dataclass(frozen=True)
+class ActivationLayout:
+    """How one tier wants the activations of a format.
+
+    name      layouts with the same name hold the same bytes: quantise once for all formats that share it
+    group     values that share a scale; 0: the record is the float32 row itself, and there is no quantiser
+    """
+
+    name: str
+    group: int
+    _quantiser: CFunction | None
+
+    def record_bytes(self, K: int) -> int:
+        """Bytes of one record, and the distance of records; a multiple of 64 for quantised layouts."""
+        return record_bytes.py_func(K, self.group) if self.group else 4 * K
+
+    @property
+    def quantise_address(self) -> int:
+        """Address of the quantiser, compiled on first use; 0 without one."""
+        return self._quantiser.address if self._quantiser else 0
+
+
+_FLOAT = ActivationLayout("float", 0, None)
+_LAYOUTS = {
+    "float": _FLOAT,
+    "q8x32": ActivationLayout("p32", 32, quantise_p32),
+    "q8x256": ActivationLayout("p256", 256, quantise_p256),
+}
+
+_PORTABLE_KERNELS: dict[str, Callable[[int], CFunction]] = QUANTISED | {
+    "F32": floats.f32,
+    "F16": floats.f16,
+    "BF16": floats.bf16,
+}
+
+
+def best_tier() -> int:
+    """The fastest tier of this machine."""
+    return TIERS[-1]
+
+
+def _checked(format: BlockFormat, tier: int | None) -> int:
+    tier = best_tier() if tier is None else tier
+    if tier not in TIERS:
+        raise BadArgument("no such kernel tier", found=tier, needed=f"one of {TIERS}")
+    if format.name not in _PORTABLE_KERNELS:
+        raise BadArgument(f"{format.name} matrices have no products")
+    return tier
+
+
+@cache
+def _function(name: str, R: int, tier: int) -> CFunction:
+    return _PORTABLE_KERNELS[name](np.int64(R))  # a numpy integer is no literal type: the loops compile once for all R
+
+
+def kernel_function(format: BlockFormat, R: int, tier: int | None = None) -> CFunction:
+    """The kernel of `format` for exactly R activation rows, 1 <= R <= MOST_ROWS, not yet compiled."""
+    tier = _checked(format, tier)
+    if not 1 <= R <= MOST_ROWS:
+        raise BadArgument("a kernel takes 1 to 4 rows", found=R, advice="run more rows as 4 and the rest")
+    return _function(format.name, R, tier)
+
+
+def kernel(format: BlockFormat, R: int, tier: int | None = None) -> int:
+    """Address of that kernel; compiles it on first use."""
+    return kernel_function(format, R, tier).address
+
+
+def layout_of(format: BlockFormat, tier: int | None = None) -> ActivationLayout:
+    """The activation records that kernels of (format, tier) read."""
+    _checked(format, tier)
+    return _LAYOUTS[format.activation]
+
+
+def swiglu_address() -> int:
+    """Address of swiglu(g, u, h, n): h[i] = silu(g[i]) u[i], float32."""
+    return swiglu_rows.address

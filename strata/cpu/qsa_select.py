@@ -1,0 +1,106 @@
+"""Sparse attention, second part: scores of complete blocks and the exact best of them.
+
+score(b) = sum over heads of max(0, q_h . key_b), 32 lanes a dot product, heads ascending. The factor 1/sqrt(dim) of the
+model's definition does not change the ranking and is left out. The best `budget` blocks are taken, ties to the lowest
+block; they are listed in ascending order. Scores are not negative, so their bits rank like their values.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numba import njit
+
+from strata.base.program import NOT_FINITE
+from strata.cpu.compiled import chunk
+from strata.cpu.error_word import report
+from strata.cpu.float_bits import f32_bits
+from strata.cpu.float_sums import HEAD_LANES, all_finite, dot_lanes, lanes_of
+from strata.cpu.machine_code import f32_view, i32_view, i64_view, ld64
+
+if TYPE_CHECKING:
+    from strata.base.program import Op
+    from strata.cpu.lower import Lowering
+
+F = np.float32
+I = np.int32
+
+
+@njit(error_model="numpy")
+def score_blocks(q, keys, scores, heads, dim, n):
+    """scores[b] for b < n; q and keys are addresses of (heads, dim) and (n, dim) float32."""
+    lanes = lanes_of(dim, HEAD_LANES)
+    acc = np.empty(HEAD_LANES, np.float32)
+    for b in range(n):
+        key = f32_view(keys + b * dim * 4, dim)
+        total = F(0)
+        for h in range(heads):
+            s = dot_lanes(f32_view(q + h * dim * 4, dim), key, dim, lanes, acc)
+            total = total + (s if s > F(0) else F(0))
+            if not s == s:
+                total = s
+        scores[b] = total
+
+
+@njit(error_model="numpy")
+def kth_largest_bits(scores, n, k):
+    """Bits of the k-th largest of n non-negative scores, found byte by byte from the top."""
+    prefix, mask = I(0), I(0)
+    counts = np.empty(256, np.int64)
+    left = k
+    for shift in (24, 16, 8, 0):
+        counts[:] = 0
+        for b in range(n):
+            u = f32_bits(scores[b])
+            if (u & mask) == prefix:
+                counts[(u >> I(shift)) & I(255)] += 1
+        digit = 255
+        while counts[digit] < left:
+            left -= counts[digit]
+            digit -= 1
+        prefix = I(prefix | I(I(digit) << I(shift)))
+        mask = I(mask | I(I(255) << I(shift)))
+    return prefix, left
+
+
+@njit(error_model="numpy")
+def take_best(scores, n, k, out):
+    """out[:k] = indices of the k largest scores, ascending; of equal ones at the edge the lowest indices."""
+    edge, at_edge = kth_largest_bits(scores, n, k)
+    m = 0
+    for b in range(n):
+        u = f32_bits(scores[b])
+        if u > edge or (u == edge and at_edge > 0):
+            if u == edge:
+                at_edge -= 1
+            out[m] = b
+            m += 1
+
+
+@chunk
+def qsa_select(a, t, T):
+    """One row. Record: iq, block keys slot, pos, blocks out (T, budget), heads, dim, block, budget, error, layer.
+
+    With no more complete blocks than the budget nothing is scored: all are taken.
+    """
+    p = i64_view(a, 10)
+    heads, dim, block, budget = p[4], p[5], p[6], p[7]
+    n = (ld64(p[2]) + t + 1) // block
+    out = i32_view(p[3] + t * budget * 4, budget)
+    if n <= budget:
+        for b in range(n):
+            out[b] = b
+        return
+    scores = np.empty(n, np.float32)
+    score_blocks(p[0] + t * heads * dim * 4, ld64(p[1]), scores, heads, dim, n)
+    if not all_finite(scores):
+        report(p[8], NOT_FINITE, p[9], t)
+        return
+    take_best(scores, n, budget, out)
+
+
+def lower_qsa_select(c: Lowering, op: Op) -> None:
+    k = op.consts
+    c.parallel(c.T, qsa_select, c.at(op, "iq"), c.slot(op, "keys"), c.at(op, "pos"), c.at(op, "blocks"), k["heads"],
+               k["dim"], k["block"], k["budget"], c.error, op.layer)  # fmt: skip

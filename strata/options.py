@@ -1,0 +1,93 @@
+"""Arguments of generate, stream and chat: aliases, unknown names, prompts."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from strata.base.errors import BadArgument, need
+from strata.runtime.sampling import SamplingParams
+
+ALIASES = {"max_new_tokens": "max_tokens", "repeat_penalty": "repetition_penalty"}
+SAMPLING = tuple(f.name for f in fields(SamplingParams))
+
+
+def refuse_unknown(given: Iterable[str], known: Iterable[str], where: str) -> None:
+    """Raise BadArgument for the first name that is not known, naming the closest one."""
+    known = sorted(known)
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+            advice = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(known)}."
+            raise BadArgument(f"{where} has no argument {name}", found=name, advice=advice)
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Checked options of one generation."""
+
+    params: SamplingParams
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    wait: bool = False
+
+
+def generate_options(options: Mapping[str, Any], vocab: int, where: str = "generate") -> GenerateOptions:
+    """Check names and values of keyword arguments. Aliases: max_new_tokens, repeat_penalty.
+
+    Raises BadArgument for unknown names, a name given with its alias, and values out of range.
+    """
+    named: dict[str, Any] = {}
+    for name, value in options.items():
+        real = ALIASES.get(name, name)
+        need(real not in named, f"{real} is given twice", found=f"{real} and its alias")
+        named[real] = value
+    refuse_unknown(named, (*SAMPLING, "max_tokens", "stop", "ignore_eos", "wait", *ALIASES), where)
+    max_tokens, stop = named.pop("max_tokens", None), named.pop("stop", None)
+    ignore_eos, wait = named.pop("ignore_eos", False), named.pop("wait", False)
+    if max_tokens is not None:
+        whole = isinstance(max_tokens, int | np.integer) and not isinstance(max_tokens, bool) and max_tokens >= 1
+        need(
+            whole,
+            "max_tokens is out of range",
+            found=repr(max_tokens),
+            needed="an integer >= 1, or None for what is left",
+        )
+    strings = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+    for text in strings:
+        need(isinstance(text, str) and text != "", "stop holds something else than strings", found=repr(text),
+             needed="one non-empty string or several")  # fmt: skip
+    need(isinstance(ignore_eos, bool) and isinstance(wait, bool), "ignore_eos and wait are truth values",
+         found=f"{ignore_eos!r}, {wait!r}")  # fmt: skip
+    if named.get("logit_bias") is None:
+        named.pop("logit_bias", None)
+    if named.get("top_logprobs"):
+        named.setdefault("logprobs", True)
+    params = SamplingParams(**named)
+    params.validate(vocab)
+    return GenerateOptions(params.seeded(), None if max_tokens is None else int(max_tokens), strings, ignore_eos, wait)
+
+
+def token_ids(tokens: Sequence[int] | np.ndarray, vocab: int, what: str = "prompt") -> np.ndarray:
+    """(n,) int32 ids. Raises BadArgument for an empty list, another shape or type, and ids outside the vocabulary."""
+    ids = np.asarray(tokens)
+    need(ids.size > 0, f"the {what} is empty", found="0 tokens", needed="at least 1 token")
+    good = ids.ndim == 1 and ids.dtype.kind in "iu"
+    need(
+        good,
+        f"the {what} is neither text nor a list of token ids",
+        found=f"{ids.dtype} {ids.shape}",
+        needed="integers (n,)",
+    )
+    bad = np.flatnonzero((ids < 0) | (ids >= vocab))
+    if bad.size:
+        i = int(bad[0])
+        raise BadArgument(
+            f"token {i} of the {what} is outside the vocabulary", found=int(ids[i]), needed=f"0..{vocab - 1}"
+        )
+    return ids.astype(np.int32)

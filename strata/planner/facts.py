@@ -1,0 +1,254 @@
+"""File facts: what of a model costs memory, by class, from its header alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+from strata.arch.flash_next.contract import VECTOR, required_tensors
+from strata.base.geometry import Geometry
+from strata.pack.experts import expert_layout
+from strata.pack.formats import by_name
+from strata.pack.gguf_file import GgufFile, TensorInfo
+
+EMBEDDING, HEAD, EXPERTS, NGRAM_TABLE, DRAFT = "embedding", "head", "experts", "n-gram table", "draft layer"
+DENSE_CLASSES = (
+    "hyper-connections",
+    "GDN",
+    "attention",
+    "indexer",
+    "router",
+    "shared experts",
+    "n-gram block",
+    "other",
+)
+"""Classes of the trunk's dense weights, in the order of the plan."""
+
+DRAFT_VOCABULARY = 106_299
+"""Rows of the usual draft vocabulary (English, code and CJK)."""
+
+
+@dataclass(frozen=True)
+class WeightClass:
+    """Dense weights of one kind. by_type maps the ggml type name to bytes; read_bytes are read for each token."""
+
+    name: str
+    n_tensors: int
+    n_bytes: int
+    read_bytes: int
+    by_type: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class DraftFacts:
+    """The draft layer. Its experts and dense weights in bytes, and the rows of the head that it scores.
+
+    source is where the numbers come from: a folder or file beside the model, or "standard form" for one that is not here.
+    """
+
+    dense_bytes: int
+    experts_bytes: int
+    head_bytes: int
+    vocabulary: int
+    source: str
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Everything the plan needs of a file.
+
+    dense          trunk classes, without embedding, head, experts and n-gram table
+    expert_bytes   per layer: bytes of one expert (gate, up, down); never a constant of the file
+    expert_types   per layer: (gate, up, down) type names
+    expert_parts   per layer: ((type name, bytes), ...) of one expert, for rates by type
+    mapped_bytes   all tensors, the n-gram table included
+    vector_bytes   norms and other small vectors, widened to float32
+    cpu_private_bytes   what the CPU backend's ops ask for besides the programs' buffers
+    missing_bytes  what a truncated file lacks
+    """
+
+    name: str
+    path: str
+    geometry: Geometry
+    dense: tuple[WeightClass, ...]
+    embedding: WeightClass
+    head: WeightClass
+    expert_bytes: tuple[int, ...]
+    expert_types: tuple[tuple[str, str, str], ...]
+    expert_parts: tuple[tuple[tuple[str, int], ...], ...]
+    ngram_table_bytes: int
+    ngram_row_bytes: int
+    ngram_rows: int
+    file_bytes: int
+    mapped_bytes: int
+    vector_bytes: int
+    cpu_private_bytes: int = 0
+    missing_bytes: int = 0
+    n_shards: int = 1
+    draft: DraftFacts | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def experts_bytes(self) -> int:
+        """Bytes of all routed experts."""
+        return self.geometry.E * sum(self.expert_bytes)
+
+    @property
+    def n_pairs(self) -> int:
+        """(layer, expert) pairs."""
+        return self.geometry.E * len(self.expert_bytes)
+
+    @property
+    def max_expert_bytes(self) -> int:
+        return max(self.expert_bytes)
+
+    @property
+    def dense_bytes(self) -> int:
+        """Dense weights of trunk, embedding and head."""
+        return sum(c.n_bytes for c in self.dense) + self.embedding.n_bytes + self.head.n_bytes
+
+    @property
+    def routed_bytes_per_token(self) -> int:
+        """Bytes of the routed experts that one token needs."""
+        return self.geometry.K * sum(self.expert_bytes)
+
+    @property
+    def types_text(self) -> str:
+        """Expert types in words, the commonest first."""
+        counts: dict[str, int] = {}
+        for gate, up, down in self.expert_types:
+            key = f"{gate}/{down}" if gate == up else f"{gate}+{up}/{down}"
+            counts[key] = counts.get(key, 0) + 1
+        order = sorted(counts, key=lambda k: -counts[k])
+        return ", ".join(f"{k} x{counts[k]}" if len(order) > 1 else k for k in order)
+
+
+def classify(name: str) -> str:
+    """The weight class of a tensor of the file, by its name."""
+    if name == "token_embd.weight":
+        return EMBEDDING
+    if name == "output.weight":
+        return HEAD
+    if name == "per_layer_token_embd.weight":
+        return NGRAM_TABLE
+    part = name.split(".", 2)[2] if name.startswith("blk.") else name
+    if "_exps." in part:
+        return EXPERTS
+    if part.startswith("nextn."):
+        return DRAFT
+    if part.startswith(("hc_", "output_hc_")):
+        return "hyper-connections"
+    if part.startswith("indexer."):
+        return "indexer"
+    if part.startswith("ffn_gate_inp"):
+        return "router"
+    if "_shexp." in part:
+        return "shared experts"
+    if part.startswith("ple_"):
+        return "n-gram block"
+    if part.startswith(("ssm_", "attn_qkv.", "attn_gate.")):
+        return "GDN"
+    if part.startswith("attn_"):
+        return "attention"
+    return "other"
+
+
+def _weight_class(name: str, tensors: list[TensorInfo], row_lookup: bool = False) -> WeightClass:
+    by_type: dict[str, int] = {}
+    for t in tensors:
+        kind = t.format.name
+        by_type[kind] = by_type.get(kind, 0) + t.n_bytes
+    n_bytes = sum(t.n_bytes for t in tensors)
+    read = sum(t.row_bytes for t in tensors) if row_lookup else n_bytes
+    return WeightClass(name, len(tensors), n_bytes, read, by_type)
+
+
+def draft_facts(
+    g: Geometry,
+    head_row_bytes: int,
+    vocabulary: int | None = None,
+    source: str = "standard form",
+    expert_type: str = "Q2_0",
+) -> DraftFacts:
+    """The draft layer in its usual form: Q8_0 projections, BF16 hyper-connections and router, F32 norms, `expert_type` experts.
+
+    vocabulary: head rows that drafts are scored on; None is the usual subset, or the whole vocabulary if that is smaller.
+    """
+    q8 = 2 * g.D * g.D + 2 * g.H * g.dh * g.D + 2 * g.Hkv * g.dh * g.D + g.H * g.dh * g.D
+    q8 += (g.indexer_heads + 1) * g.indexer_dim * g.D + 3 * g.shared_width * g.D
+    bf16 = 2 * (2 * g.hc_rank * g.CD + g.C * g.CD) + 2 * g.hc_rank * g.CD + g.E * g.D + g.D
+    f32 = g.D + g.CD + 3 * g.CD + 2 * g.dh + 2 * g.indexer_dim
+    kind, q8_0 = by_name(expert_type), by_name("Q8_0")
+    down = kind if g.F % kind.block_values == 0 else by_name("IQ4_NL")
+    expert = 2 * g.F * kind.row_bytes(g.D) + g.D * down.row_bytes(g.F)
+    rows = min(vocabulary if vocabulary is not None else DRAFT_VOCABULARY, g.V)
+    return DraftFacts(
+        dense_bytes=q8 // q8_0.block_values * q8_0.block_bytes + 2 * bf16 + 4 * f32,
+        experts_bytes=g.E * expert,
+        # A subset is a copy of head rows and an id map; the whole vocabulary uses the head itself.
+        head_bytes=rows * (head_row_bytes + 4) if rows < g.V else 0,
+        vocabulary=rows,
+        source=source,
+    )
+
+
+def _is_product(name: str) -> bool:
+    """A vector that a product reads where it lies, so that it is not widened."""
+    return name.endswith("ffn_gate_inp_shexp.weight")
+
+
+def model_facts(gguf: GgufFile, geometry: Geometry, cpu_private_bytes: int = 0) -> ModelFacts:
+    """Facts of an opened file (headers_only suffices); types and sizes are those of the tensors, never assumed.
+
+    Raises ModelError for experts that are missing or disagree in shape.
+    """
+    g = geometry
+    classes: dict[str, list[TensorInfo]] = {}
+    for t in gguf.tensors.values():
+        in_draft = t.name.startswith("blk.") and int(t.name.split(".", 2)[1]) >= g.L
+        classes.setdefault(DRAFT if in_draft else classify(t.name), []).append(t)
+    layout = expert_layout(gguf, g.L)
+    parts = tuple(tuple((p.format.name, p.n_bytes) for p in layer.projections) for layer in layout.layers)
+    table = classes.get(NGRAM_TABLE, [])
+    head = _weight_class(HEAD, classes.get(HEAD, []))
+    head_row = classes[HEAD][0].row_bytes if HEAD in classes else 0
+    notes = []
+    if gguf.missing_bytes:
+        notes.append(f"the file is incomplete: {gguf.missing_bytes:,} bytes of tensor data are missing")
+    for path in gguf.missing_shards:
+        notes.append(f"shard {path.name} is missing; its tensors are not in this plan")
+    draft = None
+    if DRAFT in classes:
+        experts = sum(t.n_bytes for t in classes[DRAFT] if "_exps." in t.name)
+        dense = sum(t.n_bytes for t in classes[DRAFT]) - experts
+        draft = DraftFacts(dense, experts, draft_facts(g, head_row).head_bytes, min(DRAFT_VOCABULARY, g.V), "this file")
+    return ModelFacts(
+        name=_model_name(gguf),
+        path=str(gguf.path),
+        geometry=g,
+        dense=tuple(_weight_class(name, classes[name]) for name in DENSE_CLASSES if name in classes),
+        embedding=_weight_class(EMBEDDING, classes.get(EMBEDDING, []), row_lookup=True),
+        head=head,
+        expert_bytes=tuple(layer.blob_bytes for layer in layout.layers),
+        expert_types=tuple(tuple(kind for kind, _ in layer) for layer in parts),
+        expert_parts=parts,
+        ngram_table_bytes=sum(t.n_bytes for t in table),
+        ngram_row_bytes=table[0].row_bytes if table else 0,
+        ngram_rows=table[0].rows if table else 0,
+        file_bytes=sum(s.file_bytes for s in gguf.shards) + gguf.missing_bytes,
+        mapped_bytes=gguf.total_bytes,
+        vector_bytes=4 * sum(prod(n.shape) for n in required_tensors(g) if n.use == VECTOR and not _is_product(n.name)),
+        cpu_private_bytes=cpu_private_bytes,
+        missing_bytes=gguf.missing_bytes,
+        n_shards=len(gguf.shards) + len(gguf.missing_shards),
+        draft=draft,
+        notes=tuple(notes),
+    )
+
+
+def _model_name(gguf: GgufFile) -> str:
+    name = gguf.metadata.get("general.name")
+    stem = Path(gguf.path).name.removesuffix(".gguf").split("-00001-of-")[0]
+    return stem or str(name)

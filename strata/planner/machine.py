@@ -1,0 +1,294 @@
+"""Machine facts: what a plan may count on, read from this machine or described for one that is not here."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from strata.base.errors import BadArgument, need
+from strata.cpu.cores import core_facts, usable_cores
+from strata.planner import probes
+from strata.planner.cards import GIB, card_by_name, find_card, link_gbps
+from strata.planner.nvml import read_gpus
+
+TIERS = ("portable", "avx2", "avx512")
+"""CPU kernel tiers, slowest first."""
+
+TIER_512 = {"avx512bw", "avx512vl", "avx512vnni", "avx512vbmi", "avx512bitalg"}
+TIER_256 = {"avx2", "fma", "f16c"}
+
+DRIVER_SHARE_BYTES = 256 << 20
+"""Of a described card: what driver and firmware keep, so that free is less than total."""
+
+UNKNOWN_CARD_GBPS = 300.0
+"""Memory bandwidth assumed for a card that is not in the list."""
+
+DESCRIBED_RAM_GBPS = 50.0
+"""Read rate assumed for a described machine: two channels of a desktop."""
+
+DESCRIBED_CACHE_BYTES = 16 << 20
+
+DESCRIBED_DISK = (3.0, 400_000.0)
+"""GB/s and random reads a second assumed for a described machine: a middling NVMe disk."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One card. link is (PCIe generation, lanes) or None; rates in GB/s."""
+
+    index: int
+    name: str
+    capability: tuple[int, int] | None
+    total_bytes: int
+    free_bytes: int
+    vram_gbps: float
+    link: tuple[int, int] | None
+    link_gbps: float
+    rates_known: bool = True
+
+
+@dataclass(frozen=True)
+class Disk:
+    """The disk that holds the model. rotational None = cannot be told. Rates None = not measured."""
+
+    path: str
+    device: str | None
+    rotational: bool | None
+    free_bytes: int
+    read_gbps: float | None = None
+    random_reads_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a plan is made for.
+
+    ram_available_bytes  free and cheaply freed (page cache); control-group limits are already applied
+    usable_cores         physical cores this process may keep busy: affinity and CPU quota applied
+    ram_gbps             read rate of all usable cores together
+    cache_bytes          last-level cache
+    """
+
+    name: str
+    gpus: tuple[Gpu, ...]
+    ram_total_bytes: int
+    ram_available_bytes: int
+    cgroup_limit_bytes: int | None
+    physical_cores: int
+    logical_cores: int
+    affinity_cores: int
+    quota_cores: float | None
+    usable_cores: int
+    numa_nodes: int
+    cpu_name: str
+    cpu_tier: str
+    page_bytes: int
+    disk: Disk | None
+    wsl: bool
+    ram_gbps: float
+    cache_bytes: int
+    ram_gbps_measured: bool = False
+    driver: str | None = None
+    gpu_problem: str | None = None
+    described: bool = False
+
+    @classmethod
+    def here(cls, path: str | Path | None = None, *, measure: bool = False) -> Machine:
+        """This machine. `path` names the model, so that its disk is looked at; measure=True reads memory for 0.1 s.
+
+        Imports neither CuPy nor CUDA and takes no GPU memory. Never raises for something a machine lacks.
+        """
+        memory = psutil.virtual_memory()
+        total, available, limit = memory.total, memory.available, None
+        group = probes.cgroup_memory()
+        if group is not None and group[0] < total:
+            limit = group[0]
+            available = min(available, group[1])
+        logical = psutil.cpu_count(logical=True) or 1
+        physical = psutil.cpu_count(logical=False) or logical
+        cores = core_facts()
+        report = read_gpus()
+        machine = cls(
+            name="this machine",
+            gpus=_visible(tuple(_gpu_facts(g) for g in report.gpus)),
+            ram_total_bytes=total,
+            ram_available_bytes=available,
+            cgroup_limit_bytes=limit,
+            physical_cores=physical,
+            logical_cores=logical,
+            affinity_cores=len(cores.allowed_cpus),
+            quota_cores=cores.limit_cpus,
+            usable_cores=usable_cores(cores),
+            numa_nodes=probes.numa_nodes(),
+            cpu_name=probes.cpu_name() or "unknown CPU",
+            cpu_tier=cpu_tier(),
+            page_bytes=os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096,
+            disk=disk_of(path) if path is not None else None,
+            wsl=probes.is_wsl(),
+            ram_gbps=DESCRIBED_RAM_GBPS,
+            cache_bytes=probes.last_level_cache_bytes() or DESCRIBED_CACHE_BYTES,
+            driver=report.driver,
+            gpu_problem=report.problem,
+        )
+        if measure:
+            rate = probes.ram_read_gbps(machine.usable_cores)
+            machine = replace(machine, ram_gbps=rate, ram_gbps_measured=True)
+        return machine
+
+    @classmethod
+    def describe(
+        cls,
+        *,
+        gpu: str | None = None,
+        vram_gib: float | None = None,
+        vram_free_gib: float | None = None,
+        vram_gbps: float | None = None,
+        link_gbps: float | None = None,
+        ram_gib: float = 32.0,
+        ram_available_gib: float | None = None,
+        ram_gbps: float = DESCRIBED_RAM_GBPS,
+        cores: int = 8,
+        cpu_tier: str = "avx2",
+        disk_gbps: float = DESCRIBED_DISK[0],
+        disk_random_reads_per_s: float = DESCRIBED_DISK[1],
+        rotational: bool = False,
+        wsl: bool = False,
+        name: str | None = None,
+    ) -> Machine:
+        """A machine that is not here. Sizes in GiB, rates in GB/s; without `gpu` and `vram_gib` it has no card.
+
+        `gpu` is a card by name ("RTX 5070"); `vram_gib` alone is a card of middling speed. RAM available is all but
+        1.5 GiB unless given. Raises BadArgument for a card or tier that is not known and for sizes that are not positive.
+        """
+        for label, value in (
+            ("vram_gib", vram_gib),
+            ("ram_gib", ram_gib),
+            ("cores", cores),
+            ("ram_gbps", ram_gbps),
+            ("vram_gbps", vram_gbps),
+            ("link_gbps", link_gbps),
+            ("disk_gbps", disk_gbps),
+            ("disk_random_reads_per_s", disk_random_reads_per_s),
+        ):
+            need(value is None or value > 0, f"{label} must be positive", found=value)
+        need(cpu_tier in TIERS, f"unknown CPU tier {cpu_tier!r}", needed=" or ".join(TIERS))
+        gpus: tuple[Gpu, ...] = ()
+        if gpu is not None or vram_gib is not None:
+            gpus = (_described_gpu(gpu, vram_gib, vram_free_gib, vram_gbps, link_gbps),)
+        elif vram_free_gib is not None or vram_gbps is not None or link_gbps is not None:
+            raise BadArgument("vram_free_gib, vram_gbps and link_gbps describe a card", needed="gpu= or vram_gib=")
+        total = int(ram_gib * GIB)
+        free = int(ram_available_gib * GIB) if ram_available_gib is not None else max(total - 3 * GIB // 2, total // 2)
+        need(0 < free <= total, "ram_available_gib must lie in (0, ram_gib]", found=ram_available_gib)
+        card = f"{gpus[0].name}, {gpus[0].total_bytes / GIB:.0f} GiB" if gpus else "no GPU"
+        return cls(
+            name=name or f"{card}; {ram_gib:g} GiB RAM; {cores} cores",
+            gpus=gpus,
+            ram_total_bytes=total,
+            ram_available_bytes=free,
+            cgroup_limit_bytes=None,
+            physical_cores=cores,
+            logical_cores=2 * cores,
+            affinity_cores=2 * cores,
+            quota_cores=None,
+            usable_cores=cores,
+            numa_nodes=1,
+            cpu_name="described CPU",
+            cpu_tier=cpu_tier,
+            page_bytes=4096,
+            disk=Disk(
+                "",
+                None,
+                rotational,
+                0,
+                0.15 if rotational else disk_gbps,
+                120.0 if rotational else disk_random_reads_per_s,
+            ),
+            wsl=wsl,
+            ram_gbps=ram_gbps,
+            cache_bytes=DESCRIBED_CACHE_BYTES,
+            described=True,
+        )
+
+
+def cpu_tier() -> str:
+    """The kernel tier of the CPU features that Numba compiles for: avx512, avx2 or portable."""
+    named = os.environ.get("NUMBA_CPU_FEATURES")
+    if named is not None:
+        on = {f[1:] for f in named.split(",") if f.startswith("+")}
+    else:
+        from llvmlite import binding
+
+        try:
+            on = {name for name, has in binding.get_host_cpu_features().items() if has}
+        except RuntimeError:
+            on = set()
+    return "avx512" if on >= TIER_512 | TIER_256 else "avx2" if on >= TIER_256 else "portable"
+
+
+def disk_of(path: str | Path) -> Disk | None:
+    """The disk under a file or folder, or None where the path does not exist."""
+    place = Path(path)
+    if not place.exists():
+        place = place.parent
+    try:
+        free = shutil.disk_usage(place).free
+    except OSError:
+        return None
+    device = probes.block_device(place)
+    return Disk(str(place), device[0] if device else None, device[1] if device else None, free)
+
+
+def _gpu_facts(gpu) -> Gpu:
+    card = find_card(gpu.name, gpu.total_bytes)
+    link = gpu.link or (card.link if card else None)
+    return Gpu(
+        index=gpu.index,
+        name=gpu.name,
+        capability=gpu.capability or (card.capability if card else None),
+        total_bytes=gpu.total_bytes,
+        free_bytes=gpu.free_bytes,
+        vram_gbps=card.bandwidth_gbps if card else UNKNOWN_CARD_GBPS,
+        link=link,
+        link_gbps=link_gbps(*link) if link else link_gbps(3, 16),
+        rates_known=card is not None,
+    )
+
+
+def _visible(gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
+    """Cards that CUDA_VISIBLE_DEVICES lets a program see, in its order (numbers only; names keep all)."""
+    text = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if text is None:
+        return gpus
+    chosen = []
+    for word in text.split(","):
+        if not word.strip().lstrip("-").isdigit():
+            return gpus if text.strip() else ()
+        index = int(word)
+        if index < 0 or index >= len(gpus):
+            break
+        chosen.append(replace(gpus[index], index=len(chosen)))
+    return tuple(chosen)
+
+
+def _described_gpu(name, vram_gib, vram_free_gib, vram_gbps, link_rate) -> Gpu:
+    card = card_by_name(name) if name is not None else None
+    total = int(vram_gib * GIB) if vram_gib is not None else card.vram_bytes
+    free = int(vram_free_gib * GIB) if vram_free_gib is not None else max(total - DRIVER_SHARE_BYTES, 0)
+    need(0 <= free <= total, "vram_free_gib must lie in [0, vram_gib]", found=vram_free_gib)
+    link = card.link if card else (4, 16)
+    return Gpu(
+        index=0,
+        name=card.name if card else "described GPU",
+        capability=card.capability if card else None,
+        total_bytes=total,
+        free_bytes=free,
+        vram_gbps=vram_gbps or (card.bandwidth_gbps if card else UNKNOWN_CARD_GBPS),
+        link=link,
+        link_gbps=link_rate or link_gbps(*link),
+        rates_known=card is not None or vram_gbps is not None,
+    )

@@ -1,0 +1,203 @@
+"""The plan: a pure function of file facts, machine facts and options, and the same from a file's path."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+from strata.arch import architecture_of
+from strata.base.errors import BadArgument
+from strata.base.geometry import Geometry
+from strata.base.plan import Plan
+from strata.pack.gguf_file import GgufFile
+from strata.planner.estimate import (
+    CpuCosts,
+    disk_reads,
+    estimate_cpu,
+    estimate_gpu,
+    residency,
+)
+from strata.planner.facts import ModelFacts, model_facts
+from strata.planner.machine import Gpu, Machine
+from strata.planner.needs import architecture
+from strata.planner.options import PlanOptions, make_options
+from strata.planner.pricing import Priced, draft_of, largest_context, price
+from strata.planner.remedies import remedies, slots_per_gib
+
+SHOWN_CONTEXT = 4096
+"""Context of a plan for which no context fits: something must be shown."""
+
+MODEST_CONTEXT = 32_768
+
+
+def choose_device(machine: Machine, o: PlanOptions) -> Gpu | None:
+    """The card to plan for, or None for the CPU. Raises BadArgument for a card that is not there."""
+    if o.device == "cpu" or (o.device == "auto" and not machine.gpus):
+        if o.slots or o.vram_gib is not None:
+            raise BadArgument("slots and vram_gib need a GPU", found=f"{len(machine.gpus)} GPUs, device={o.device!r}")
+        return None
+    index = 0 if o.device == "auto" else int(o.device[5:])
+    if index >= len(machine.gpus):
+        raise BadArgument(
+            f"device {o.device!r} is not there",
+            found=f"{len(machine.gpus)} GPUs",
+            needed="auto or cpu",
+            advice=machine.gpu_problem,
+        )
+    return machine.gpus[index]
+
+
+def default_threads(machine: Machine, gpu: Gpu | None, o: PlanOptions) -> int:
+    """Workers: every usable core, one less beside a GPU, whose service thread spins while a window is in flight."""
+    return o.threads if o.threads is not None else max(machine.usable_cores - (1 if gpu is not None else 0), 1)
+
+
+def plan(
+    model: ModelFacts,
+    machine: Machine,
+    options: PlanOptions | None = None,
+    *,
+    costs: CpuCosts | None = None,
+    **given: object,
+) -> Plan:
+    """Price a load of `model` on `machine`. Pure: nothing is read or taken.
+
+    options, or the same as keyword arguments. A plan that does not fit is returned all the same (`fits`, `shortfalls`,
+    `remedies`); `Plan.require()` turns it into the error a load raises. Raises BadArgument for options that contradict
+    each other, the machine or the model.
+    """
+    if options is not None and given:
+        raise BadArgument("give options or keyword arguments, not both")
+    o = options or make_options(**given)
+    g = model.geometry
+    gpu = choose_device(machine, o)
+    if o.profile is not None and (o.profile.n_layers, o.profile.n_experts) != (g.L, g.E):
+        raise BadArgument(
+            "the profile is of another model",
+            found=f"{o.profile.n_layers} layers x {o.profile.n_experts} experts",
+            needed=f"{g.L} x {g.E}",
+        )
+    notes = list(model.notes)
+    largest = largest_context(model, machine, gpu, o)
+    context, why = _context(model, machine, gpu, o, largest)
+    notes += why
+    priced = price(model, machine, gpu, o, context)
+    if gpu is not None and o.context is None and context > MODEST_CONTEXT and not priced.shortfalls:
+        notes += _context_cost(model, machine, gpu, o, context, priced)
+    threads = default_threads(machine, gpu, o)
+    if o.threads is not None and o.threads > machine.usable_cores:
+        notes.append(
+            f"{o.threads} threads on {machine.usable_cores} usable cores: more threads than cores stall every layer"
+        )
+    where = residency(model, priced.allotment.slots, priced.ram_expert_bytes, o.hit_rate, o.profile is not None)
+    cached = min(1.0, priced.spare_ram_bytes / model.ngram_table_bytes) if model.ngram_table_bytes else 1.0
+    reads = disk_reads(model, machine, where, cached)
+    if gpu is None:
+        estimate = estimate_cpu(model, machine, threads, context, priced.kv, where, reads, count_ops(g), costs)
+    else:
+        link = priced.experts in ("pinned", "resident")
+        estimate = estimate_gpu(model, machine, gpu, threads, context, priced.kv, where, reads, link)
+    if where.disk > 0:
+        notes.append(
+            f"disk-bound: {where.disk:.0%} of the routed experts come from disk, at most "
+            f"{1000 / sum(r.ms_per_token for r in reads if r.what == 'experts'):.2f} tokens/s"
+        )
+    draft = draft_of(model, o)
+    return Plan(
+        model=model.name,
+        path=model.path,
+        machine=machine.name,
+        device="cpu" if gpu is None else f"cuda:{gpu.index}",
+        context=context,
+        trained_context=g.trained_context,
+        sessions=o.sessions,
+        kv=priced.kv,
+        experts=priced.experts,
+        prefill_rows=priced.prefill_rows,
+        draft="off" if draft is None else draft.source,
+        checkpoints=o.checkpoints,
+        ngram_cache_rows=min(priced.ngram_rows, model.ngram_rows),
+        threads=threads,
+        lines=priced.lines,
+        free_bytes=priced.free_bytes,
+        slots=priced.allotment.slots,
+        slot_bytes=priced.slot_bytes,
+        ranked=o.profile is not None,
+        disk=tuple(reads),
+        estimate=estimate,
+        shortfalls=priced.shortfalls,
+        notes=(*notes, *priced.notes),
+        remedies=remedies(model, machine, gpu, o, context, priced),
+        largest_context=largest,
+        slots_per_gib=slots_per_gib(model, machine, gpu, o, context, priced),
+        missing_bytes=model.missing_bytes,
+        expert_types=model.types_text,
+        file_bytes=model.file_bytes,
+    )
+
+
+def _context(m: ModelFacts, machine: Machine, gpu: Gpu | None, o: PlanOptions, largest: int) -> tuple[int, list[str]]:
+    """(context, notes): as asked, else the smaller of the trained one and what fits, without disk reads if that can be."""
+    trained = m.geometry.trained_context
+    if o.context is not None:
+        note = (
+            [f"context {o.context:,} is beyond the {trained:,} the model was trained for"]
+            if o.context > trained
+            else []
+        )
+        return o.context, note
+    quick = largest_context(m, machine, gpu, o, no_disk=True)
+    if quick:
+        note = [] if quick == trained else [f"context {quick:,} of the trained {trained:,}: the largest that fits"]
+        return quick, note
+    if largest:
+        context = min(largest, SHOWN_CONTEXT)
+        return context, [f"context {context:,}: experts do not fit into RAM, so none of it goes to a longer context"]
+    return min(trained, SHOWN_CONTEXT), []
+
+
+def _context_cost(m: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, context: int, priced: Priced) -> list[str]:
+    """A note on what the automatic context costs in slots: the cache follows the configured context, not the used one."""
+    modest = price(m, machine, gpu, replace(o, context=MODEST_CONTEXT), MODEST_CONTEXT)
+    gain = modest.allotment.n_slots - priced.allotment.n_slots
+    if gain <= 0:
+        return []
+    return [
+        f"context {context:,} costs {gain:,} of {modest.allotment.n_slots:,} expert slots against context={MODEST_CONTEXT}"
+    ]
+
+
+@lru_cache(maxsize=8)
+def count_ops(g: Geometry) -> int:
+    """Ops that one window of one row runs: trunk, head and commit."""
+    arch = architecture(g)
+    programs = (arch.trunk_program(g, 1, 256, "f16"), arch.head_program(g, 1), arch.commit_program(g, 1, 256, "f16"))
+    return sum(len(p.ops) for p in programs)
+
+
+def read_facts(path: str | Path) -> ModelFacts:
+    """Facts of a model from its headers; a truncated file with whole headers will do.
+
+    Raises FileError or ModelError naming what is wrong.
+    """
+    with GgufFile(path, headers_only=True) as gguf:
+        arch = architecture_of(gguf)
+        geometry = arch.read_geometry(gguf)
+        arch.check_contract(gguf, geometry)
+        return model_facts(gguf, geometry)
+
+
+def plan_file(path: str | Path, *, machine: Machine | None = None, **options: object) -> Plan:
+    """Plan the load of a GGUF file (any shard) on `machine`, this one by default. Reads headers only.
+
+    options are those of PlanOptions; `profile` may be the path of a profile file. Raises FileError or ModelError for a
+    file that cannot be planned, BadArgument for options.
+    """
+    facts = read_facts(path)
+    profile = options.get("profile")
+    if isinstance(profile, str | Path):
+        from strata.pack.profile import read_profile
+
+        options = {**options, "profile": read_profile(profile, facts.geometry.L, facts.geometry.E)}
+    return plan(facts, machine or Machine.here(path, measure=True), make_options(**options))

@@ -1,0 +1,283 @@
+"""Prices of everything but experts: the lines a backend allocates, in order, from geometry and file facts.
+
+Window and prefill buffers are those of the programs that the architecture emits; what single ops need besides is written
+here until the ops say it themselves.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from types import ModuleType
+
+from strata.arch import flash_next
+from strata.base.geometry import CELL_ROWS, WINDOW_ROWS, Geometry
+from strata.base.plan import MIB, PlanLine
+from strata.base.program import Buffer
+from strata.pack.ngram_rows import WAYS
+from strata.planner import state_bytes as state
+from strata.planner.facts import DraftFacts, ModelFacts
+
+ALIGNMENT = 256
+
+CUDA_CONTEXT_BYTES = 352 * MIB
+"""What the driver keeps for a process with one context, before any allocation of ours."""
+
+MODULE_BYTES = 32 * MIB
+"""Kernel modules, all loaded at once, so that no later load finds the card full."""
+
+GRAPH_NODE_BYTES = 1024
+GRAPH_NODES_PER_LAYER = 16
+
+ATTENTION_TILE = 64
+"""Cells of one attention tile; a window keeps every tile's maximum, sum and output until they are merged."""
+
+RING_BYTES = 384 * 1_382_400
+"""Ring of experts on their way to a prefill chunk, from chunks of 1,024 rows up."""
+
+RING_FROM_ROWS = 1024
+
+PREFILL_WORKSPACE_BYTES = 128 * MIB
+
+EXCHANGE_DEPTH = 4
+
+
+def _up(n_bytes: int) -> int:
+    return -(-n_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def architecture(g: Geometry) -> ModuleType:
+    """The package that emits this geometry's programs."""
+    return {"qwen4exp": flash_next}[g.architecture]
+
+
+@lru_cache(maxsize=64)
+def program_buffers(g: Geometry, rows: int, prefill: bool) -> tuple[Buffer, ...]:
+    """Scratch and io buffers of the programs for `rows` rows, each name once; without the logits.
+
+    They do not depend on the context. prefill: the chunk program alone; else trunk, commit and head of a window.
+    """
+    arch, cells = architecture(g), 256
+    programs = [arch.trunk_program(g, rows, cells, "f16", advance=prefill)]
+    if not prefill:
+        programs += [arch.commit_program(g, rows, cells, "f16"), arch.head_program(g, rows)]
+    found: dict[str, Buffer] = {}
+    for program in programs:
+        for buffer in program.buffers.values():
+            if buffer.role in ("scratch", "io") and buffer.name != "logits":
+                found[buffer.name] = buffer
+    return tuple(found.values())
+
+
+def scratch_bytes(g: Geometry, rows: int, prefill: bool = False) -> int:
+    return sum(_up(b.n_bytes) for b in program_buffers(g, rows, prefill))
+
+
+def ngram_cache_bytes(rows: int, table_rows: int, row_bytes: int) -> int:
+    """Row cache of the n-gram table: rows, their keys and marks, in sets."""
+    sets = -(-min(rows, table_rows) // WAYS)
+    return sets * (WAYS * (8 + 1 + row_bytes) + 1)
+
+
+def expert_scratch_bytes(g: Geometry, rows: int) -> int:
+    """Intermediate values of the routed and shared experts of `rows` rows, and the exact sums they are combined in."""
+    entries = rows * (g.K + 1)
+    width = max(g.F, g.shared_width)
+    return _up(entries * 3 * width * 4) + _up(rows * g.D * 8) + _up(rows * g.D * 2)
+
+
+def select_scratch_bytes(g: Geometry, rows: int, context: int) -> int:
+    """Scores of every block of the context for each row."""
+    return _up(rows * (context // g.block_cells) * 4) if g.block_cells else 0
+
+
+def attention_scratch_bytes(g: Geometry, rows: int, context: int) -> int:
+    """Partial results of the attention tiles of `rows` rows; dense attention has tiles over the whole context."""
+    cells = g.budget_cells + g.block_cells if g.block_cells else context
+    tiles = -(-min(cells, context) // ATTENTION_TILE)
+    return _up(rows * g.H * tiles * (g.dh + 2) * 4)
+
+
+def gpu_window_bytes(g: Geometry, context: int) -> int:
+    """Everything a window of the widest size writes in VRAM besides state and logits."""
+    t = WINDOW_ROWS
+    return (
+        scratch_bytes(g, t)
+        + expert_scratch_bytes(g, t)
+        + select_scratch_bytes(g, t, context)
+        + attention_scratch_bytes(g, t, context)
+    )
+
+
+def prefill_bytes(g: Geometry, rows: int, max_expert_bytes: int) -> int:
+    """Buffers of a prefill chunk of `rows` rows: program buffers, gathered expert rows, a fixed workspace (block scores of a
+    slab of rows, product tiles), and from 1,024 rows up a ring for experts on their way. Independent of the context."""
+    if rows == 0:
+        return 0
+    gathered = rows * (g.K + 1) * (g.D + 3 * max(g.F, g.shared_width)) * 2
+    ring = max(RING_BYTES // max_expert_bytes, 1) * max_expert_bytes if rows >= RING_FROM_ROWS else 0
+    return scratch_bytes(g, rows, prefill=True) + _up(gathered) + PREFILL_WORKSPACE_BYTES + ring
+
+
+def session_lines(g: Geometry, context: int, kv: str, sessions: int, device: str) -> list[PlanLine]:
+    """State of all sessions and the shared table of rotations. `context` is rounded up to whole cells."""
+    cells = state.round_context(context)
+    each = f"{sessions} sessions, " if sessions > 1 else ""
+    lines = [
+        PlanLine(
+            "KV cache",
+            device,
+            sessions * state.kv_bytes(g, cells, kv),
+            f"{each}{cells:,} cells, {kv}, {len(g.qsa_layers)} layers, {state.kv_cell_bytes(g, kv):,} bytes a cell and layer",
+        ),
+        PlanLine(
+            "pooled keys",
+            device,
+            sessions * state.pooled_key_bytes(g, cells),
+            f"{each}one float32 key of {g.indexer_dim} per {g.block_cells} cells and layer",
+        ),
+        PlanLine(
+            "recurrent state",
+            device,
+            sessions * state.recurrent_bytes(g),
+            f"{each}{len(g.gdn_layers)} GDN layers, raw key rings, n-gram history; not grown by context",
+        ),
+        PlanLine("RoPE table", device, state.rope_table_bytes(g, cells), "angles of every position, shared"),
+    ]
+    return [line for line in lines if line.n_bytes]
+
+
+def gpu_weight_lines(m: ModelFacts) -> list[PlanLine]:
+    lines = []
+    for c in (*m.dense, m.embedding):
+        kinds = sorted(c.by_type, key=lambda k: -c.by_type[k])
+        lines.append(
+            PlanLine(
+                f"weights: {c.name}", "vram", c.n_bytes + ALIGNMENT * c.n_tensors, "as in the file: " + ", ".join(kinds)
+            )
+        )
+    return lines
+
+
+def draft_lines(g: Geometry, draft: DraftFacts, context: int, kv: str, sessions: int, device: str) -> list[PlanLine]:
+    cells = state.round_context(context)
+    lines = [
+        PlanLine(
+            "draft layer",
+            device,
+            draft.dense_bytes + draft.experts_bytes,
+            f"dense weights and {g.E} experts ({draft.source})",
+        ),
+        PlanLine(
+            "draft KV cache",
+            device,
+            sessions * cells * state.kv_cell_bytes(g, kv),
+            f"one attention layer, {cells:,} cells, {kv}",
+        ),
+        PlanLine("draft head", device, draft.head_bytes, f"{draft.vocabulary:,} rows of the head"),
+    ]
+    return [line for line in lines if line.n_bytes]
+
+
+def gpu_fixed_lines(m: ModelFacts, context: int, kv: str, sessions: int, draft: DraftFacts | None) -> list[PlanLine]:
+    """VRAM lines in order of allocation, up to the prefill buffers: everything but reserve and expert cache."""
+    g = m.geometry
+    lines = [
+        PlanLine("CUDA context", "vram", CUDA_CONTEXT_BYTES, "driver's share for this process"),
+        *gpu_weight_lines(m),
+    ]
+    lines += session_lines(g, context, kv, sessions, "vram")
+    if draft is not None:
+        lines += draft_lines(g, draft, context, kv, sessions, "vram")
+    drafted = draft.vocabulary if draft is not None else 0
+    lines += [
+        PlanLine("LM head", "vram", m.head.n_bytes + ALIGNMENT, "before the cache: it must never find the card full"),
+        PlanLine(
+            "logits",
+            "vram",
+            WINDOW_ROWS * (2 * g.V + drafted) * 4,
+            f"{WINDOW_ROWS} rows, unmodified and after penalties",
+        ),
+        PlanLine(
+            "window scratch",
+            "vram",
+            gpu_window_bytes(g, state.round_context(context)),
+            f"windows of up to {WINDOW_ROWS} rows",
+        ),
+        PlanLine(
+            "graphs and kernels",
+            "vram",
+            MODULE_BYTES + WINDOW_ROWS * (g.L + 2) * GRAPH_NODES_PER_LAYER * GRAPH_NODE_BYTES,
+            f"{WINDOW_ROWS} graphs; all modules loaded before the cache is sized",
+        ),
+    ]
+    return lines
+
+
+def host_lines(m: ModelFacts, ngram_rows: int, checkpoints: int) -> list[PlanLine]:
+    """RAM lines that both backends have."""
+    g = m.geometry
+    lines = []
+    if m.ngram_rows:
+        n_bytes = ngram_cache_bytes(ngram_rows, m.ngram_rows, m.ngram_row_bytes)
+        lines.append(
+            PlanLine(
+                "n-gram cache", "ram", n_bytes, f"{min(ngram_rows, m.ngram_rows):,} rows of {m.ngram_row_bytes} bytes"
+            )
+        )
+    if checkpoints:
+        lines.append(
+            PlanLine(
+                "checkpoints",
+                "ram",
+                state.checkpoint_bytes(g, checkpoints),
+                f"up to {checkpoints} recurrent states, as prompts are read",
+                kind="later",
+            )
+        )
+    return lines
+
+
+def gpu_host_lines(m: ModelFacts, ngram_rows: int, checkpoints: int) -> list[PlanLine]:
+    g = m.geometry
+    rows = WINDOW_ROWS * EXCHANGE_DEPTH
+    exchange = rows * (2 * g.D + g.D * 8 + (g.K + 1) * 12) + WINDOW_ROWS * g.V * 4
+    return [
+        *host_lines(m, ngram_rows, checkpoints),
+        PlanLine("exchange", "ram", exchange, "pinned: rows for the CPU's experts, their results, full logits"),
+    ]
+
+
+@lru_cache(maxsize=64)
+def cpu_shared_bytes(g: Geometry) -> int:
+    """Scratch and io buffers of the CPU backend: one place per name, as large as its widest program needs; no logits."""
+    widest: dict[str, int] = {}
+    for buffer in (*program_buffers(g, WINDOW_ROWS, False), *program_buffers(g, CELL_ROWS, True)):
+        widest[buffer.name] = max(widest.get(buffer.name, 0), buffer.n_bytes)
+    return sum(widest.values())
+
+
+def cpu_lines(
+    m: ModelFacts, context: int, kv: str, sessions: int, ngram_rows: int, checkpoints: int, rows: int
+) -> list[PlanLine]:
+    """RAM lines of the CPU backend besides the mapped weights. `rows` of a prefill chunk are those of its programs."""
+    g = m.geometry
+    cells = state.round_context(context)
+    lines = []
+    for line in session_lines(g, context, kv, sessions, "ram"):
+        if line.line == "recurrent state":  # a failed chunk goes back to a copy
+            more = line.n_bytes + state.recurrent_bytes(g)
+            lines.append(PlanLine(line.line, "ram", more, line.reason + "; one copy for a chunk's way back"))
+        elif line.line == "RoPE table":
+            tables = state.rope_table_bytes(g, cells) + m.vector_bytes
+            lines.append(
+                PlanLine("tables", "ram", tables, "angles of every position; norms and small vectors in float32")
+            )
+        else:
+            lines.append(line)
+    window = cpu_shared_bytes(g) + m.cpu_private_bytes
+    return [
+        *lines,
+        *host_lines(m, ngram_rows, checkpoints),
+        PlanLine("window scratch", "ram", window, f"windows of up to {WINDOW_ROWS} rows, prefill chunks of {rows}"),
+        PlanLine("logits", "ram", WINDOW_ROWS * g.V * 4, f"{WINDOW_ROWS} rows"),
+    ]

@@ -1,0 +1,99 @@
+"""What a load may choose, as one record with the checks that need no file."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, fields
+
+from strata.base.errors import BadArgument, need
+from strata.base.geometry import CELL_ROWS
+from strata.pack.profile import ExpertProfile
+from strata.planner.state_bytes import kv_format
+
+EXPERT_MODES = ("auto", "mapped", "pinned", "resident")
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Options of a plan; every default is the automatic choice.
+
+    context      cells per session; None = the smaller of trained context and what fits
+    sessions     session states allocated at load
+    kv           "auto" (f16 up to 8K of context, int8 above), "f16" or "int8"
+    device       "auto" (the first GPU, else the CPU), "cpu" or "cuda:N"
+    experts      where RAM holds experts: "mapped" (file pages), "pinned" (all, locked for the GPU), "resident" (what VRAM
+                 does not hold), "auto" (the fastest that fits)
+    slots        experts held in VRAM: None = what fits, 0 = none, else exactly so many
+    prefill      "auto", "windows" (no chunk buffers) or rows of a chunk (a multiple of 256)
+    draft        "off", "auto" (when the file or folder has one) or "mtp" (priced in its standard form if need be)
+    draft_vocabulary   head rows that drafts are scored on; None = the usual subset
+    checkpoints  recurrent states kept in RAM for reuse of prefixes
+    ngram_cache_rows   rows of the n-gram row cache; None = 65,536 on the CPU, 1,048,576 beside a GPU
+    reserve_mib  VRAM left free; None = 700, less on small cards
+    hit_rate     share of routed experts found in VRAM, when it is known; None = from profile or uniform
+    profile      ranking of (layer, expert) pairs
+    threads      CPU workers; None = one per usable core, one less beside a GPU
+    vram_gib, ram_gib   caps on what may be taken
+    """
+
+    context: int | None = None
+    sessions: int = 1
+    kv: str = "auto"
+    device: str = "auto"
+    experts: str = "auto"
+    slots: int | None = None
+    prefill: str | int = "auto"
+    draft: str = "off"
+    draft_vocabulary: int | None = None
+    checkpoints: int = 6
+    ngram_cache_rows: int | None = None
+    reserve_mib: float | None = None
+    hit_rate: float | None = None
+    profile: ExpertProfile | None = None
+    threads: int | None = None
+    vram_gib: float | None = None
+    ram_gib: float | None = None
+
+    def __post_init__(self) -> None:
+        need(self.context is None or self.context > 0, "context must be positive", found=self.context)
+        need(self.sessions >= 1, "sessions must be at least 1", found=self.sessions)
+        kv_format(self.kv, 1)
+        ok = self.device in ("auto", "cpu") or (self.device.startswith("cuda:") and self.device[5:].isdigit())
+        need(ok, f"unknown device {self.device!r}", needed="auto, cpu or cuda:N")
+        need(self.experts in EXPERT_MODES, f"unknown expert mode {self.experts!r}", needed=" or ".join(EXPERT_MODES))
+        need(self.draft in ("off", "auto", "mtp"), f"unknown draft {self.draft!r}", needed="off, auto or mtp")
+        need(self.slots is None or self.slots >= 0, "slots must not be negative", found=self.slots)
+        chunk = self.prefill
+        whole = isinstance(chunk, int) and not isinstance(chunk, bool) and chunk > 0 and chunk % CELL_ROWS == 0
+        need(
+            chunk in ("auto", "windows") or whole,
+            "prefill must be auto, windows or a multiple of 256 rows",
+            found=chunk,
+        )
+        need(self.checkpoints >= 0, "checkpoints must not be negative", found=self.checkpoints)
+        need(
+            self.ngram_cache_rows is None or self.ngram_cache_rows >= 0, "ngram_cache_rows", found=self.ngram_cache_rows
+        )
+        need(
+            self.reserve_mib is None or self.reserve_mib >= 0,
+            "reserve_mib must not be negative",
+            found=self.reserve_mib,
+        )
+        need(self.hit_rate is None or 0 <= self.hit_rate <= 1, "hit_rate must lie in [0, 1]", found=self.hit_rate)
+        need(self.threads is None or self.threads >= 1, "threads must be at least 1", found=self.threads)
+        need(
+            self.draft_vocabulary is None or self.draft_vocabulary >= 1, "draft_vocabulary", found=self.draft_vocabulary
+        )
+        for name in ("vram_gib", "ram_gib"):
+            value = getattr(self, name)
+            need(value is None or value > 0, f"{name} must be positive", found=value)
+
+
+def make_options(**given: object) -> PlanOptions:
+    """Options from keyword arguments; an unknown one is refused naming the closest."""
+    known = [f.name for f in fields(PlanOptions)]
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+            raise BadArgument(f"unknown option {name!r}", advice=f"Did you mean {near[0]!r}?")
+    return PlanOptions(**given)

@@ -1,0 +1,446 @@
+"""One configuration priced on one machine: lines in order, cache slots, what does not fit. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from strata.base.errors import BadArgument
+from strata.base.geometry import CELL_ROWS
+from strata.base.plan import GIB, MIB, PlanLine, Shortfall
+from strata.planner import needs
+from strata.planner.facts import DraftFacts, ModelFacts, draft_facts
+from strata.planner.machine import Gpu, Machine
+from strata.planner.options import PlanOptions
+from strata.planner.slots import Allotment, admission_order, allot, slot_sizes
+from strata.planner.state_bytes import kv_format, round_context
+
+RESERVE_MIB, SMALLEST_RESERVE_MIB = 700, 300
+LOAN_KEEP_SLOTS, LOAN_SHARE = 128, 0.9
+"""A prefill chunk may borrow the cold tail of the cache, but leaves this many slots and a tenth of them."""
+
+CHUNKS = (8192, 6144, 4096, 3072, 2048, 1024, 512, 256)
+SMALLEST_CHUNK, OWN_CHUNK = 256, 1024
+
+FLOOR_BYTES, FLOOR_SHARE = 2560 * MIB, 8
+"""RAM left to the system and to Python: 2.5 GiB, on small machines an eighth."""
+
+WSL_PINNED_BYTES = GIB
+"""WSL locks about this much memory for a GPU."""
+
+NGRAM_ROWS_CPU, NGRAM_ROWS_GPU = 65_536, 1_048_576
+
+
+@dataclass(frozen=True)
+class Priced:
+    """What a configuration takes. ram_expert_bytes: expert bytes that RAM holds; spare_ram_bytes: left for cached pages."""
+
+    context: int
+    kv: str
+    lines: tuple[PlanLine, ...]
+    free_bytes: dict[str, int]
+    experts: str
+    prefill_rows: int
+    ngram_rows: int
+    allotment: Allotment
+    slot_bytes: tuple[int, ...]
+    shortfalls: tuple[Shortfall, ...]
+    notes: tuple[str, ...]
+    ram_expert_bytes: int
+    spare_ram_bytes: int
+    needs_disk: bool
+
+
+def ram_floor_bytes(machine: Machine) -> int:
+    return min(FLOOR_BYTES, machine.ram_total_bytes // FLOOR_SHARE)
+
+
+def ram_free_bytes(machine: Machine, o: PlanOptions) -> int:
+    free = machine.ram_available_bytes
+    return free if o.ram_gib is None else min(free, int(o.ram_gib * GIB))
+
+
+def vram_free_bytes(gpu: Gpu, o: PlanOptions) -> int:
+    return gpu.free_bytes if o.vram_gib is None else min(gpu.free_bytes, int(o.vram_gib * GIB))
+
+
+def draft_of(m: ModelFacts, o: PlanOptions) -> DraftFacts | None:
+    """The draft layer that is priced, or None."""
+    if o.draft == "off" or (o.draft == "auto" and m.draft is None):
+        return None
+    standard = draft_facts(m.geometry, m.head.n_bytes // m.geometry.V, o.draft_vocabulary)
+    if m.draft is None:
+        return standard
+    return DraftFacts(
+        m.draft.dense_bytes, m.draft.experts_bytes, standard.head_bytes, standard.vocabulary, m.draft.source
+    )
+
+
+def _ngram_rows(o: PlanOptions, default: int) -> int:
+    return default if o.ngram_cache_rows is None else o.ngram_cache_rows
+
+
+def _first_over(lines: list[PlanLine], free_bytes: int) -> str:
+    """Name of the line that passes the free memory when lines are taken in order."""
+    total = 0
+    for line in lines:
+        total += line.held_bytes
+        if total > free_bytes:
+            return line.line
+    return lines[-1].line
+
+
+def _sums(lines: list[PlanLine]) -> str:
+    """The parts of a sum that a user can act on, in MiB."""
+
+    def of(*starts: str) -> float:
+        return sum(x.held_bytes for x in lines if x.line.startswith(starts)) / MIB
+
+    parts = (
+        ("dense weights", of("weights", "LM head")),
+        ("sessions", of("KV cache", "pooled", "recurrent", "RoPE")),
+        ("draft layer and head", of("draft")),
+    )
+    return ", ".join(f"{name} {mib:,.0f} MiB" for name, mib in parts if mib)
+
+
+@dataclass(frozen=True)
+class _Cache:
+    """Outcome of sizing the expert cache."""
+
+    allotment: Allotment
+    reserve_bytes: int
+    prefill_rows: int
+    own_bytes: int
+    borrowed_bytes: int
+    shortfall: tuple[str, int] | None
+    notes: tuple[str, ...] = ()
+
+
+def _loan(m: ModelFacts, rows: int, slot: int) -> int:
+    """Slots that a chunk of `rows` rows borrows."""
+    return -(-needs.prefill_bytes(m.geometry, rows, slot) // slot)
+
+
+def _largest_chunk(m: ModelFacts, slots: int, slot: int, context: int) -> int:
+    """Largest automatic chunk whose loan the cache can give; 0 if none."""
+    for rows in CHUNKS:
+        loan = _loan(m, rows, slot)
+        if rows <= max(context, SMALLEST_CHUNK) and loan + LOAN_KEEP_SLOTS <= slots and loan <= LOAN_SHARE * slots:
+            return rows
+    return 0
+
+
+def _size_cache(m: ModelFacts, o: PlanOptions, room: int, context: int, sizes: tuple[int, ...], order) -> _Cache:
+    """Reserve, prefill and expert cache out of `room`, the VRAM left after every other line.
+
+    The order of wishes: a cache large enough to lend a prefill chunk, at the full reserve; the same at a smaller reserve;
+    no chunk buffers and at least one slot. More room never gives fewer slots.
+    """
+    slot = max(sizes)
+    reserve = int((RESERVE_MIB if o.reserve_mib is None else o.reserve_mib) * MIB)
+    least = reserve if o.reserve_mib is not None else min(reserve, SMALLEST_RESERVE_MIB * MIB)
+    notes: list[str] = []
+    wanted = o.slots
+    if wanted is not None and wanted > len(order):
+        notes.append(
+            f"{wanted:,} slots asked for, {len(order):,} pairs are ranked: more would stay empty, {len(order):,} taken"
+        )
+        wanted = len(order)
+    rows = o.prefill if isinstance(o.prefill, int) else SMALLEST_CHUNK
+    lends = (
+        o.prefill != "windows"
+        and wanted != 0
+        and _loan(m, rows, slot) + LOAN_KEEP_SLOTS <= min(len(order), wanted or len(order))
+    )
+    if not lends:
+        return _own_buffers(m, o, room, context, sizes, order, reserve, least, wanted, notes)
+    if wanted is not None:
+        bytes_wanted = allot(sizes, order, 1 << 62, wanted).n_bytes
+        if bytes_wanted > room - reserve:
+            return _Cache(
+                Allotment((0,) * len(sizes), 0), reserve, 0, 0, 0, ("expert cache", bytes_wanted), tuple(notes)
+            )
+        taken = allot(sizes, order, bytes_wanted, wanted)
+    else:
+        base = (_loan(m, rows, slot) + LOAN_KEEP_SLOTS) * slot
+        if room - reserve < base:
+            if room - base >= least:
+                reserve = room - base
+                notes.append(
+                    f"reserve {reserve / MIB:,.0f} MiB instead of {RESERVE_MIB}: a small card, room for a prefill chunk first"
+                )
+            elif isinstance(o.prefill, int):
+                return _Cache(
+                    Allotment((0,) * len(sizes), 0),
+                    least,
+                    0,
+                    0,
+                    0,
+                    (f"prefill chunk of {rows:,} rows", base),
+                    tuple(notes),
+                )
+            else:
+                notes.append(
+                    f"prompts are read by windows: a chunk of {rows} rows would need a cache of {base / MIB:,.0f} MiB"
+                )
+                return _own_buffers(m, o, room, context, sizes, order, reserve, least, wanted, notes, chunk=False)
+        taken = allot(sizes, order, room - reserve)
+    chunk = o.prefill if isinstance(o.prefill, int) else _largest_chunk(m, taken.n_slots, slot, context)
+    borrowed = needs.prefill_bytes(m.geometry, chunk, slot)
+    notes.append(f"prefill chunks of {chunk:,} rows borrow {borrowed / MIB:,.0f} MiB of the coldest slots")
+    return _Cache(taken, reserve, chunk, 0, borrowed, None, tuple(notes))
+
+
+def _own_buffers(
+    m: ModelFacts,
+    o: PlanOptions,
+    room: int,
+    context: int,
+    sizes,
+    order,
+    reserve: int,
+    least: int,
+    wanted: int | None,
+    notes: list[str],
+    chunk: bool = True,
+) -> _Cache:
+    """A cache that lends nothing. Chunk buffers of their own only from room that the experts do not need, or on demand."""
+    none = Allotment((0,) * len(sizes), 0)
+    own, rows = 0, 0
+    if isinstance(o.prefill, int):
+        rows, own = o.prefill, needs.prefill_bytes(m.geometry, o.prefill, max(sizes))
+    elif o.prefill == "auto" and chunk:
+        every = allot(sizes, order, 1 << 62, wanted).n_bytes
+        for candidate in (c for c in CHUNKS if c <= min(OWN_CHUNK, max(context, SMALLEST_CHUNK))):
+            n_bytes = needs.prefill_bytes(m.geometry, candidate, max(sizes))
+            if every + n_bytes + reserve <= room:
+                rows, own = candidate, n_bytes
+                break
+        else:
+            notes.append("prompts are read by windows: no room for a chunk beside the experts")
+    if wanted is not None:
+        taken = allot(sizes, order, 1 << 62, wanted)
+        if taken.n_bytes + own + reserve > room:
+            return _Cache(none, reserve, rows, own, 0, ("expert cache", taken.n_bytes), tuple(notes))
+        return _Cache(taken, reserve, rows, own, 0, None, tuple(notes))
+    if room - own - reserve < max(sizes):
+        if room - own - max(sizes) < least:
+            return _Cache(none, least, rows, own, 0, ("expert cache", max(sizes)), tuple(notes))
+        reserve = room - own - max(sizes)
+        notes.append(f"reserve {reserve / MIB:,.0f} MiB instead of {RESERVE_MIB}: room for a first slot")
+    return _Cache(allot(sizes, order, room - own - reserve), reserve, rows, own, 0, None, tuple(notes))
+
+
+def price_gpu(m: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, context: int) -> Priced:
+    """The configuration on a GPU, with its RAM side."""
+    g, kv = m.geometry, kv_format(o.kv, context)
+    free = vram_free_bytes(gpu, o)
+    lines = needs.gpu_fixed_lines(m, context, kv, o.sessions, draft_of(m, o))
+    sizes = slot_sizes(m.expert_bytes)
+    order = admission_order(g.L, g.E, o.profile)
+    fixed = sum(line.held_bytes for line in lines)
+    cache = _size_cache(m, o, free - fixed, context, sizes, order)
+    shortfalls = []
+    if cache.shortfall is not None:
+        name, n_bytes = cache.shortfall
+        limiting = name if fixed + cache.reserve_bytes + cache.own_bytes <= free else _first_over(lines, free)
+        limiting = limiting if fixed > free or limiting == name else "reserve"
+        detail = _sums(lines) + f", reserve {cache.reserve_bytes / MIB:,.0f} MiB, {name} {n_bytes / MIB:,.0f} MiB"
+        if name == "expert cache":
+            detail += f", {o.slots if o.slots is not None else 1:,} slots"
+        shortfalls.append(
+            Shortfall("vram", limiting, fixed + cache.reserve_bytes + cache.own_bytes + n_bytes, free, detail)
+        )
+    if cache.own_bytes:
+        lines.append(PlanLine("prefill buffers", "vram", cache.own_bytes, f"chunks of {cache.prefill_rows:,} rows"))
+    lines.append(
+        PlanLine(
+            "reserve", "vram", cache.reserve_bytes, "left free: the display, fragmentation, the driver", kind="reserve"
+        )
+    )
+    if cache.allotment.n_slots:
+        spread = f"{min(cache.allotment.slots)} to {max(cache.allotment.slots)} of {g.E} a layer"
+        how = "by profile, hottest first" if o.profile is not None else "every layer in turn (no profile)"
+        lines.append(
+            PlanLine(
+                "expert cache", "vram", cache.allotment.n_bytes, f"{cache.allotment.n_slots:,} slots, {spread}, {how}"
+            )
+        )
+    ngram_rows = _ngram_rows(o, NGRAM_ROWS_GPU)
+    ram = _ram_beside_gpu(m, machine, o, needs.gpu_host_lines(m, ngram_rows, o.checkpoints), cache.allotment)
+    return Priced(
+        context=context,
+        kv=kv,
+        lines=(*lines, *ram.lines),
+        free_bytes={"vram": free, "ram": ram_free_bytes(machine, o)},
+        experts=ram.mode,
+        prefill_rows=cache.prefill_rows,
+        ngram_rows=ngram_rows,
+        allotment=cache.allotment,
+        slot_bytes=sizes,
+        shortfalls=(*shortfalls, *ram.shortfalls),
+        notes=(*cache.notes, *ram.notes),
+        ram_expert_bytes=ram.expert_bytes,
+        spare_ram_bytes=ram.spare,
+        needs_disk=ram.needs_disk,
+    )
+
+
+@dataclass(frozen=True)
+class _Ram:
+    lines: tuple[PlanLine, ...]
+    mode: str
+    expert_bytes: int
+    spare: int
+    needs_disk: bool
+    shortfalls: tuple[Shortfall, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def _ram_beside_gpu(m: ModelFacts, machine: Machine, o: PlanOptions, host: list[PlanLine], held: Allotment) -> _Ram:
+    """Where RAM holds experts beside a GPU: all of them pinned, what VRAM does not hold, or file pages."""
+    free, floor = ram_free_bytes(machine, o), ram_floor_bytes(machine)
+    lines = [*host, PlanLine("system floor", "ram", floor, "left to the system and Python", kind="reserve")]
+    room = free - sum(line.held_bytes for line in lines)
+    every = m.experts_bytes
+    complement = every - sum(s * b for s, b in zip(held.slots, m.expert_bytes, strict=True))
+    lockable = WSL_PINNED_BYTES if machine.wsl else room
+    wanted = {"pinned": every, "resident": complement}
+    notes, shortfalls, mode = [], [], o.experts
+    if room < 0:
+        shortfalls.append(Shortfall("ram", _first_over(lines, free), free - room, free))
+    if mode == "auto":
+        mode = (
+            "resident" if complement == 0 else next((k for k in wanted if wanted[k] <= min(room, lockable)), "mapped")
+        )
+        if mode == "mapped" and machine.wsl:
+            notes.append("WSL locks about 1 GiB for a GPU: experts stay file pages and no share goes over PCIe")
+        elif mode == "resident" and complement:
+            notes.append(
+                f"RAM holds the {complement / GIB:,.1f} GiB of experts that VRAM does not hold; all need {every / GIB:,.1f} GiB"
+            )
+    if mode == "mapped":
+        in_ram = max(0, min(complement, room))
+        lines.append(
+            PlanLine(
+                "experts (mapped)", "ram", every, "pages of the file, cached by the system", kind="map", held=in_ram
+            )
+        )
+        short = complement - in_ram
+        if short > 0 and room >= 0:
+            notes.append(
+                f"RAM lacks {short / GIB:,.1f} GiB for the experts that VRAM does not hold: they are read from disk again and again"
+            )
+        return _Ram(tuple(lines), mode, in_ram, max(room - in_ram, 0), short > 0, tuple(shortfalls), tuple(notes))
+    n_bytes = wanted[mode]
+    reason = (
+        "all experts, locked, so that the GPU reads them too"
+        if mode == "pinned"
+        else "experts that VRAM does not hold, locked"
+    )
+    if n_bytes > min(max(room, 0), lockable):
+        limit = (
+            "WSL locks about 1 GiB"
+            if lockable < room
+            else f"{sum(x.held_bytes for x in lines) / MIB:,.0f} MiB of other RAM lines"
+        )
+        used = 0 if lockable < room else free - room
+        shortfalls.append(
+            Shortfall("ram", f"experts ({mode})", used + n_bytes, WSL_PINNED_BYTES if lockable < room else free, limit)
+        )
+    lines.append(PlanLine(f"experts ({mode})", "ram", n_bytes, reason))
+    return _Ram(tuple(lines), mode, n_bytes, max(room - n_bytes, 0), False, tuple(shortfalls), tuple(notes))
+
+
+def price_cpu(m: ModelFacts, machine: Machine, o: PlanOptions, context: int) -> Priced:
+    """The configuration on the CPU backend: weights stay pages of the file."""
+    if o.experts not in ("auto", "mapped"):
+        raise BadArgument(
+            f"experts={o.experts!r} needs a GPU",
+            needed="mapped or auto",
+            advice="The CPU backend computes experts in place, in the mapped file.",
+        )
+    kv = kv_format(o.kv, context)
+    if isinstance(o.prefill, int) and o.prefill != CELL_ROWS:
+        raise BadArgument(
+            "the CPU reads prompts in chunks of one cell", found=o.prefill, needed=f"{CELL_ROWS}, auto or windows"
+        )
+    chunk = 0 if o.prefill == "windows" else CELL_ROWS
+    free, floor = ram_free_bytes(machine, o), ram_floor_bytes(machine)
+    ngram_rows = _ngram_rows(o, NGRAM_ROWS_CPU)
+    other = needs.cpu_lines(m, context, kv, o.sessions, ngram_rows, o.checkpoints, CELL_ROWS)
+    draft = draft_of(m, o)
+    if draft is not None:
+        other += needs.draft_lines(m.geometry, draft, context, kv, o.sessions, "ram")
+    other.append(PlanLine("system floor", "ram", floor, "left to the system and Python", kind="reserve"))
+    taken = sum(line.held_bytes for line in other)
+    room = free - taken - m.dense_bytes
+    shortfalls = []
+    if room < 0:
+        dense = PlanLine("weights (mapped)", "ram", m.dense_bytes, "", kind="map")
+        limiting = _first_over([dense, *other], free)
+        shortfalls.append(Shortfall("ram", limiting, taken + m.dense_bytes, free, _sums([dense, *other])))
+    in_ram = max(0, min(m.experts_bytes, room))
+    spare = max(room - in_ram, 0)
+    held = min(m.dense_bytes, max(free - taken, 0)) + in_ram + min(spare, m.ngram_table_bytes)
+    text = "used in place, as in the file"
+    if m.ngram_table_bytes:
+        text += f"; {m.ngram_table_bytes / GIB:,.1f} GiB of it the n-gram table, read row by row"
+    lines = [PlanLine("weights (mapped)", "ram", m.mapped_bytes, text, kind="map", held=held)]
+    notes = []
+    if in_ram < m.experts_bytes and room >= 0:
+        notes.append(
+            f"RAM lacks {(m.experts_bytes - in_ram) / GIB:,.1f} GiB for the experts: they are read from disk again and again"
+        )
+    return Priced(
+        context=context,
+        kv=kv,
+        lines=(*lines, *other),
+        free_bytes={"ram": free},
+        experts="mapped",
+        prefill_rows=chunk,
+        ngram_rows=ngram_rows,
+        allotment=Allotment((), 0),
+        slot_bytes=(),
+        shortfalls=tuple(shortfalls),
+        notes=tuple(notes),
+        ram_expert_bytes=in_ram,
+        spare_ram_bytes=spare,
+        needs_disk=in_ram < m.experts_bytes,
+    )
+
+
+def price(m: ModelFacts, machine: Machine, gpu: Gpu | None, o: PlanOptions, context: int) -> Priced:
+    """The configuration on `gpu`, or on the CPU when that is None. `context` in cells."""
+    return price_cpu(m, machine, o, context) if gpu is None else price_gpu(m, machine, gpu, o, context)
+
+
+def fits_at(
+    m: ModelFacts, machine: Machine, gpu: Gpu | None, o: PlanOptions, context: int, *, no_disk: bool = False
+) -> bool:
+    priced = price(m, machine, gpu, o, context)
+    return not priced.shortfalls and not (no_disk and priced.needs_disk)
+
+
+def largest_context(m: ModelFacts, machine: Machine, gpu: Gpu | None, o: PlanOptions, *, no_disk: bool = False) -> int:
+    """Largest context in whole cells, up to the trained one, that fits with everything else unchanged; 0 if none.
+
+    With kv="auto" the format changes on the way, so the two ranges are searched one after the other, the longer first.
+    """
+    from strata.planner.state_bytes import F16_CONTEXT
+
+    top = round_context(m.geometry.trained_context) // 256
+    ranges = [(1, top)]
+    if o.kv == "auto" and top > F16_CONTEXT // 256:
+        ranges = [(F16_CONTEXT // 256 + 1, top), (1, F16_CONTEXT // 256)]
+    for low, high in ranges:
+        if not fits_at(m, machine, gpu, o, low * 256, no_disk=no_disk):
+            continue
+        while low < high:
+            middle = (low + high + 1) // 2
+            if fits_at(m, machine, gpu, o, middle * 256, no_disk=no_disk):
+                low = middle
+            else:
+                high = middle - 1
+        return min(low * 256, m.geometry.trained_context)
+    return 0

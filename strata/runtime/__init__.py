@@ -1,0 +1,1 @@
+"""Sessions at run time: generate loop, sampling, expert tiers, orchestrator. Works on token ids, knows no text."""

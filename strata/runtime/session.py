@@ -1,0 +1,158 @@
+"""SessionState: tokens, memory and checkpoints of one conversation, and how tokens are read into it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from strata.base.errors import BadArgument
+from strata.base.state import State
+from strata.base.window import HeadRequest, HeadRows
+from strata.runtime.checkpoints import Checkpoint, Ledger
+from strata.runtime.reading import Piece, checkpoint_marks, common_prefix, pieces
+
+log = logging.getLogger("strata")
+
+AUTOMATIC_CHECKPOINTS = 6
+
+
+class Backend(Protocol):
+    """What a session needs of the machine; see `strata.cpu.backend.CpuBackend`."""
+
+    def new_state(self) -> State: ...
+    def window(self, state: State, tokens: np.ndarray, previous: tuple[int, int]) -> None: ...
+    def prefill(self, state: State, tokens: np.ndarray, previous: tuple[int, int]) -> None: ...
+    def head(self, first_row: int, T: int, request: HeadRequest) -> HeadRows: ...
+    def commit(self, state: State, n_keep: int) -> None: ...
+
+
+class SessionState:
+    """One conversation on a backend. Not thread-safe by itself: the model's turn lock is held around every call.
+
+    context  cells of the session          tokens  int32 tokens whose rows the state holds
+    """
+
+    def __init__(self, backend: Backend, context: int, checkpoints: int = AUTOMATIC_CHECKPOINTS):
+        self.backend, self.context = backend, context
+        self.state = backend.new_state()
+        self.ledger = Ledger(self.state, checkpoints)
+        self._tokens = np.zeros(context, np.int32)
+
+    @property
+    def rows(self) -> int:
+        return self.state.rows
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """(rows,) int32 view of the tokens read so far."""
+        return self._tokens[: self.state.rows]
+
+    @property
+    def previous(self) -> tuple[int, int]:
+        """The last two tokens, -1 where there is none: what the n-gram hash of the next row looks back on."""
+        n = self.state.rows
+        return (int(self._tokens[n - 1]) if n > 0 else -1, int(self._tokens[n - 2]) if n > 1 else -1)
+
+    # ---- windows
+
+    def window(self, tokens: np.ndarray) -> None:
+        """Run rows behind the current position; nothing is committed."""
+        self.ledger.wrote(self.state.rows)
+        self.backend.window(self.state, tokens, self.previous)
+
+    def commit(self, tokens: np.ndarray, n_keep: int) -> None:
+        """Keep the first n_keep rows of the window just run with `tokens`."""
+        at = self.state.rows
+        self.backend.commit(self.state, n_keep)
+        self._tokens[at : at + n_keep] = tokens[:n_keep]
+
+    def prefill(self, tokens: np.ndarray) -> None:
+        """Read one whole cell."""
+        at = self.state.rows
+        self.ledger.wrote(at)
+        self.backend.prefill(self.state, tokens, self.previous)
+        self._tokens[at : at + len(tokens)] = tokens
+
+    def read(
+        self,
+        tokens: np.ndarray,
+        *,
+        turn_starts: Sequence[int] = (),
+        windows_only: bool = False,
+        after: Callable[[Piece], None] | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        """Read tokens[rows:] so that the state holds all of `tokens`; tokens[:rows] must be what it holds now.
+
+        after  called after each piece, when its rows' streams are still in the backend (for logits)
+        check  called before each piece; it may raise to cancel, and what was read until then stays
+        """
+        marks = checkpoint_marks(self.state.rows, len(tokens), turn_starts)
+        for piece in pieces(self.state.rows, len(tokens), marks, windows_only):
+            if check is not None:
+                check()
+            part = tokens[piece.start : piece.start + piece.n]
+            if piece.cell:
+                self.prefill(part)
+            else:
+                self.window(part)
+            if after is not None:
+                after(piece)
+            if not piece.cell:
+                self.commit(part, piece.n)
+            if self.state.rows in marks:
+                self.ledger.take(self.tokens)
+
+    # ---- reuse
+
+    def clear(self) -> None:
+        """Forget the conversation; checkpoints stay until their cells are written again."""
+        self.state.clear()
+
+    def rewind(self, prompt: np.ndarray) -> int:
+        """Go to the longest state that is a prefix of the prompt and leaves at least its last token to read.
+
+        Returns the rows reused. Logs why the match ended where it did.
+        """
+        limit = len(prompt) - 1
+        held = self.tokens
+        common = common_prefix(held, prompt)
+        if common == len(held) and common <= limit:
+            return common
+        found = self.ledger.longest(prompt, limit)
+        if common < len(held) and common < len(prompt):
+            why = f"position {common}: held token {held[common]}, prompt token {prompt[common]}"
+        else:
+            why = f"the prompt ends at {len(prompt)} and its last token must be read"
+        if found is None:
+            if len(held):
+                log.info("prefix reuse ended at %s; no checkpoint, reading from the start", why)
+            self.clear()
+            return 0
+        log.info("prefix reuse ended at %s; going back to the checkpoint at %d", why, found.rows)
+        self._restore(found)
+        return found.rows
+
+    def checkpoint(self) -> Checkpoint:
+        """A checkpoint of the current position that the caller owns."""
+        return self.ledger.give(self.tokens)
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Back to a checkpoint of this session. BadArgument if it is another session's or its cells were overwritten."""
+        if not self.ledger.owns(checkpoint):
+            raise BadArgument("this checkpoint belongs to another session", advice="Restore it where it was taken.")
+        if not checkpoint.alive:
+            raise BadArgument(
+                f"the checkpoint at {checkpoint.rows} tokens is dead",
+                found="cells before its end were written again",
+                advice="Read its tokens again, or take checkpoints before going back.",
+            )
+        self._restore(checkpoint)
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        self.state.recurrent[:] = checkpoint.recurrent
+        self._tokens[: checkpoint.rows] = checkpoint.tokens
+        self.state.rows = checkpoint.rows

@@ -1,0 +1,188 @@
+"""Session: the text front of one conversation."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from strata.base.errors import BadArgument, Busy, Closed, need
+from strata.options import generate_options, token_ids
+from strata.records import ChatResult, Result
+from strata.runtime.checkpoints import Checkpoint
+from strata.runtime.generate import Generation
+from strata.runtime.session import SessionState
+from strata.streams import ChatStream, TextStream
+from strata.text.stop import TextStop
+from strata.text.thinking import opens_thinking
+
+if TYPE_CHECKING:
+    from strata.model import Model
+
+Prompt = str | Sequence[int] | np.ndarray
+
+
+class Session:
+    """One conversation with its own memory. Made by `Model.session()`; closing it returns its memory to the model.
+
+    A prompt that begins like what the session holds is read only from where it differs. One call at a time: a second
+    one raises Busy, or waits with wait=True.
+    """
+
+    def __init__(self, model: Model, state: SessionState, release: Callable[[], None]):
+        self._model, self._state, self._release = model, state, release
+        self._lock = threading.Lock()
+        self._closed = False
+
+    # ---- text
+
+    def generate(self, prompt: Prompt, **options: Any) -> Result:
+        """Continue a prompt (text or token ids) to the end; options as in `Model.generate`."""
+        return self.stream(prompt, **options).run()
+
+    def stream(
+        self, prompt: Prompt, *, progress: Callable[[int, int], None] | None = None, **options: Any
+    ) -> TextStream:
+        """As generate, piece by piece. progress(tokens read, tokens to read) is called while the prompt is read."""
+        return self._start(prompt, options, "stream", (), TextStream, progress)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        thinking: bool | None = None,
+        reasoning_effort: str | None = None,
+        stream: bool = False,
+        template_variables: Mapping[str, Any] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        **options: Any,
+    ) -> ChatResult | ChatStream:
+        """Answer a conversation in OpenAI form through the model's own chat template; options as in `Model.generate`.
+
+        thinking: True, False or None (the template's default). Returns a ChatResult, or a ChatStream with stream=True.
+        """
+        prompt = self._model.template.render(messages, tools, thinking, reasoning_effort, **(template_variables or {}))
+        ids = self._model.tokenize(prompt)
+        turn = self._model.turn_token
+        starts = [] if turn is None else np.flatnonzero(ids == turn).tolist()
+        make = lambda *a, **k: ChatStream(*a, thinking=opens_thinking(prompt), tools=tools, **k)  # noqa: E731
+        answer = self._start(ids, options, "chat", starts[-1:], make, progress)
+        return answer if stream else answer.run()
+
+    def _start(self, prompt, options, where, turn_starts, make, progress) -> Any:
+        model = self._model
+        checked = generate_options(options, model.geometry.V, where)
+        ids = model.tokenize(prompt) if isinstance(prompt, str) else token_ids(prompt, model.geometry.V)
+        need(len(ids) > 0, "the prompt is empty", found="0 tokens", needed="at least 1 token")
+        self._take(checked.wait)
+        try:
+            text = TextStop(model.tokenizer, checked.stop, () if checked.ignore_eos else None)
+            generation = Generation(
+                self._state, ids, checked.params, checked.max_tokens, text, lambda: text.stopped, turn_starts,
+                model.windows_only,
+            )  # fmt: skip
+            return make(generation, text, model.turn, self._lock.release, progress)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _take(self, wait: bool) -> None:
+        """Become the session's only caller."""
+        self._need_open()
+        if not self._lock.acquire(blocking=wait):
+            raise Busy(
+                "the session is answering another call", advice="Wait for it, pass wait=True, or use another session."
+            )
+        if self._closed:
+            self._lock.release()
+            self._need_open()
+
+    def _need_open(self) -> None:
+        if self._closed or self._model.closed:
+            raise Closed("the session was closed", advice="Use model.session() for a new one.")
+
+    # ---- scores
+
+    def logits(self, tokens: Sequence[int] | np.ndarray, prefill: str | None = None) -> np.ndarray:
+        """(T, V) float32: the logits after each of the tokens, read from an empty state. See `Model.logits`."""
+        ids = token_ids(tokens, self._model.geometry.V, "token list")
+        out = np.empty((len(ids), self._model.geometry.V), np.float32)
+
+        def sink(first: int, rows: np.ndarray) -> None:
+            out[first : first + len(rows)] = rows
+
+        self.read_logits(ids, sink, prefill)
+        return out
+
+    def read_logits(self, ids: np.ndarray, sink: Callable[[int, np.ndarray], None], prefill: str | None = None) -> None:
+        """Hand the logits of every row to sink(first row, (n, V) view) without keeping them."""
+        from strata.runtime.generate import score
+
+        if prefill not in (None, "auto", "windows"):
+            raise BadArgument("prefill", found=repr(prefill), needed='None, "auto" or "windows"')
+        need(len(ids) <= self.context, "more tokens than the context", found=len(ids), needed=f"<= {self.context}")
+        windows_only = self._model.windows_only if prefill is None else prefill == "windows"
+        self._take(wait=False)
+        try:
+            with self._model.turn():
+                score(self._state, ids, windows_only, sink)
+        finally:
+            self._lock.release()
+
+    # ---- memory
+
+    @property
+    def context(self) -> int:
+        """Tokens the session can hold, prompt and answer and a reserve of 8 together."""
+        return self._state.context
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """A copy of the tokens the session holds now."""
+        return self._state.tokens.copy()
+
+    def checkpoint(self) -> Checkpoint:
+        """The current position, to come back to with `restore` while its cells have not been written again."""
+        self._take(wait=False)
+        try:
+            with self._model.turn():
+                return self._state.checkpoint()
+        finally:
+            self._lock.release()
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Back to a checkpoint of this session; BadArgument if it no longer holds."""
+        self._take(wait=False)
+        try:
+            with self._model.turn():
+                self._state.restore(checkpoint)
+        finally:
+            self._lock.release()
+
+    def clear(self) -> None:
+        """Forget the conversation."""
+        self._take(wait=False)
+        try:
+            with self._model.turn():
+                self._state.clear()
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """Give the memory back to the model. A running stream ends at its next piece of work."""
+        if not self._closed:
+            self._closed = True
+            self._release()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

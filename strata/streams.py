@@ -1,0 +1,177 @@
+"""Streams: an answer piece by piece, as text or as a chat."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from strata.records import ChatResult, Chunk, Result, TokenLogprob, timings_of, usage_of
+from strata.runtime.generate import Generation
+from strata.runtime.sampling import Draw
+from strata.text.stop import TextStop
+from strata.text.thinking import ThinkingSplitter
+from strata.text.tool_calls import ToolCallParser, ToolEvent, collect
+
+
+class TextStream:
+    """Iterator of `Chunk`. Closing it, or leaving its `with` block, ends the generation between two windows.
+
+    result  the whole answer so far; after the last chunk the final one
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        text: TextStop,
+        turn: Callable[[], contextlib.AbstractContextManager],
+        release: Callable[[], None],
+        progress: Callable[[int, int], None] | None = None,
+    ):
+        self._generation, self._text, self._turn, self._progress = generation, text, turn, progress
+        self._release = weakref.finalize(self, release)
+        self._queue: deque[Chunk] = deque()
+        self._began = time.perf_counter()
+        self._first_token_s = 0.0
+        self._tokens: list[int] = []
+        self._texts: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._over = False
+
+    def __iter__(self) -> TextStream:
+        return self
+
+    def __next__(self) -> Chunk:
+        while not self._queue:
+            if self._over:
+                raise StopIteration
+            try:
+                self._advance()
+            except BaseException:
+                self.close()
+                raise
+        return self._queue.popleft()
+
+    def _advance(self) -> None:
+        generation = self._generation
+        if generation.done:
+            self._finish()
+            return
+        with self._turn():
+            if not generation.started:
+                generation.read_prompt(self._progress)
+            draws = generation.round()
+        if not self._tokens:
+            self._first_token_s = time.perf_counter() - self._began
+        for i, draw in enumerate(draws):
+            text = self._text.take() if i == len(draws) - 1 else ""
+            self._take(draw, text)
+
+    def _take(self, draw: Draw, text: str) -> None:
+        self._tokens.append(draw.token)
+        top: tuple = ()
+        if draw.logprob is not None:
+            top = tuple(draw.top or ())
+            self._logprobs.append(TokenLogprob(draw.token, draw.logprob, top))
+        speed = self._generation.counts.decode_tokens_per_s
+        self._put(text, token=draw.token, logprob=draw.logprob, top=top, tokens_per_s=speed)
+
+    def _finish(self) -> None:
+        self._put(self._text.finish(), finish_reason=self._generation.finish_reason,
+                  tokens_per_s=self._generation.counts.decode_tokens_per_s)  # fmt: skip
+        self.close()
+
+    def _put(self, text: str, **fields: Any) -> None:
+        self._texts.append(text)
+        self._queue.append(Chunk(text, **fields))
+
+    def close(self) -> None:
+        """End the generation and free the session. From another thread it takes effect at the next piece of work."""
+        self._over = True
+        self._generation.cancel()
+        self._release()
+
+    def __enter__(self) -> TextStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _result_fields(self) -> dict[str, Any]:
+        g = self._generation
+        return dict(
+            text="".join(self._texts),
+            tokens=tuple(self._tokens),
+            finish_reason=g.finish_reason or "cancelled",
+            usage=usage_of(g.counts),
+            timings=timings_of(g.counts, self._first_token_s),
+            seed=g.params.seed,
+            stopped_on=self._text.stopped_on,
+            logprobs=tuple(self._logprobs) if g.params.logprobs else None,
+        )
+
+    @property
+    def result(self) -> Result:
+        return Result(**self._result_fields())
+
+    def run(self) -> Result:
+        """Exhaust the stream and give the whole answer."""
+        for _ in self:
+            pass
+        return self.result
+
+
+class ChatStream(TextStream):
+    """As TextStream, with reasoning, answer and tool calls told apart; `Chunk.delta` is the OpenAI delta."""
+
+    def __init__(self, *args: Any, thinking: bool, tools: Sequence[dict] | None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._splitter = ThinkingSplitter(thinking)
+        self._parser = ToolCallParser(tools)
+        self._reasoning: list[str] = []
+        self._events: list[ToolEvent] = []
+
+    def _put(self, text: str, **fields: Any) -> None:
+        pieces = self._splitter.push(text)
+        last = "finish_reason" in fields
+        if last:
+            pieces += self._splitter.finish()
+        chunks: list[Chunk] = []
+        for kind, part in pieces:
+            if kind == "reasoning":
+                self._reasoning.append(part)
+                chunks.append(Chunk(part, kind="reasoning", delta={"reasoning_content": part}))
+            else:
+                chunks += self._chunks_of(self._parser.push(part))
+        if last:
+            chunks += self._chunks_of(self._parser.finish())
+            if collect(self._events)[1] and fields["finish_reason"] == "stop":
+                fields["finish_reason"] = "tool_calls"
+                self._generation.finish_reason = "tool_calls"
+        if not chunks or last:
+            chunks.append(Chunk("", kind="content"))
+        for chunk in chunks[:-1]:
+            self._queue.append(chunk)
+        final = chunks[-1]
+        self._queue.append(Chunk(final.text, kind=final.kind, delta=final.delta, **fields))
+
+    def _chunks_of(self, events: list[ToolEvent]) -> list[Chunk]:
+        self._events += events
+        return [
+            Chunk(
+                e.text if e.kind == "content" else "",
+                kind="content" if e.kind == "content" else "tool_call",
+                delta=e.delta(),
+            )
+            for e in events
+            if e.kind != "end"
+        ]
+
+    @property
+    def result(self) -> ChatResult:
+        content, calls = collect(self._events)
+        fields = self._result_fields() | {"text": content or ""}
+        return ChatResult(**fields, reasoning="".join(self._reasoning), tool_calls=tuple(calls))

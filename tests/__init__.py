@@ -1,0 +1,1 @@
+"""Tests of strata, with a naive reference (tests.reference) and outside oracles (tests.oracle)."""

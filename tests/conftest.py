@@ -1,0 +1,88 @@
+"""Fixtures that all tests share, and which tests run where."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ROOT / "examples" / "models" / "tiny-flash-next"
+DATA = ROOT / "tests" / "data"
+
+# Compiling kernels and reading weights make the first example slow: a deadline would measure that.
+_SLOW = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+settings.register_profile("local", deadline=None, max_examples=30, suppress_health_check=_SLOW)
+settings.register_profile("ci", deadline=None, max_examples=30, suppress_health_check=_SLOW, derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") == "true" else "local")
+
+
+@cache
+def _no_gpu_reason() -> str | None:
+    """Why tests marked gpu cannot run here, or None."""
+    try:
+        import cupy
+
+        cupy.cuda.runtime.getDeviceCount()
+    except ImportError:
+        return "CuPy is not installed"
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"no CUDA device: {error}"
+    return None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips soak tests unless -m asks for them, and gpu tests where there is no device."""
+    wants_soak = "soak" in config.getoption("-m")
+    for item in items:
+        if item.get_closest_marker("soak") and not wants_soak:
+            item.add_marker(pytest.mark.skip(reason="long run: pytest -m soak"))
+        if item.get_closest_marker("gpu") and _no_gpu_reason():
+            item.add_marker(pytest.mark.skip(reason=_no_gpu_reason()))
+
+
+@pytest.fixture(scope="session")
+def tiny_path() -> Path:
+    """First shard of the bundled model."""
+    return TINY / "tiny-flash-next-IQ3_XXS-00001-of-00002.gguf"
+
+
+@pytest.fixture(scope="session")
+def mtp_path() -> Path:
+    """Draft layer of the bundled model."""
+    return TINY / "mtp.safetensors"
+
+
+@pytest.fixture(scope="session")
+def golden() -> dict[str, np.ndarray]:
+    """Outputs of an independent implementation: keys `<variant>.<prompt>.<field>` and `ppl.<kind>.<...>`."""
+    with np.load(DATA / "golden.npz") as data:
+        return dict(data)
+
+
+@pytest.fixture(scope="session")
+def val() -> dict[str, np.ndarray]:
+    """Held-out token streams: code, doc, chat (uint16)."""
+    with np.load(DATA / "val.npz") as data:
+        return dict(data)
+
+
+@pytest.fixture(scope="session")
+def reference(tiny_path: Path):
+    """The naive float64 forward of the bundled model."""
+    from tests.reference.forward import ReferenceModel
+
+    return ReferenceModel(tiny_path)
+
+
+@pytest.fixture(scope="session")
+def test_models_dir() -> Path:
+    """Folder of larger test models, from the variable STRATA_TEST_MODELS."""
+    folder = os.environ.get("STRATA_TEST_MODELS")
+    if not folder:
+        pytest.skip("STRATA_TEST_MODELS names no folder of test models")
+    return Path(folder)

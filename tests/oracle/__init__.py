@@ -1,0 +1,1 @@
+"""Oracles nobody of this project wrote."""
