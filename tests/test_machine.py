@@ -28,7 +28,7 @@ def test_cards_are_found_by_any_usual_spelling():
         card = card_by_name(name)
         assert (card.name, card.vram_bytes, card.bandwidth_gbps) == ("RTX 5070", 12 * GIB, 672.0)
     assert card_by_name("RTX 5070 Ti").vram_bytes == 16 * GIB
-    assert card_by_name("4060ti 16GB") if find_card("4060ti 16GB") else card_by_name("RTX 4060Ti 16 GB").vram_bytes == 16 * GIB
+    assert card_by_name("RTX 4060Ti 16 GB").vram_bytes == 16 * GIB
 
 
 def test_driver_names_are_matched_with_their_memory():
@@ -182,7 +182,7 @@ class _FakeDriver:
         self.broken = set(broken)
 
     def __getattr__(self, name):
-        if name in ("broken",):
+        if not name.startswith("nvml"):
             raise AttributeError(name)
 
         def call(*args):

@@ -145,7 +145,7 @@ def test_every_chunk_once_soak(threads):
 def test_no_wake_up_is_lost(threads):
     """Jobs that need every thread, at gaps around the spin budget: a worker that slept on would be missed."""
     record, slots = np.array([0, 0, 10_000_000_000], np.int64), np.zeros(2 * SLOTS, np.int64)
-    n_jobs = 2000 if threads == 2 else 300
+    n_jobs = 2000 if threads == 2 else 100
     for spin_us, longest_gap_ns in ((50, 150_000), (0, 5_000)):
         with Pool(threads, spin_us=spin_us) as pool:
             meet_many(pool.address, meet.address, record.ctypes.data, mark.address, slots.ctypes.data, threads, n_jobs,

@@ -2,6 +2,10 @@
 
 import ctypes
 import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +15,8 @@ from hypothesis import strategies as st
 from strata.base.errors import ModelError
 from strata.cpu.rows import row_kernel
 from strata.pack.formats import FORMATS, by_name
+
+ROOT = Path(__file__).resolve().parent.parent
 
 NAMES = [f.name for f in FORMATS.values() if f.name != "I8"]
 
@@ -84,13 +90,13 @@ def test_extreme_scales(name):
     format, rng = by_name(name), np.random.default_rng(3)
     halves = np.array([0, 0x8000, 1, 0x8001, 0x3FF, 0x400, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7C01, 0xFE00], np.uint16)
     blocks = rng.integers(0, 256, (2 * 256, format.block_bytes), np.uint8)
-    for k, at in enumerate(SCALES_AT.get(name, ())):
-        blocks[:, at : at + 2] = np.repeat(np.resize(halves, 256), 2).view(np.uint8).reshape(-1, 2) if k == 0 else (
-            np.resize(halves[::-1], len(blocks)).copy().view(np.uint8).reshape(-1, 2)
-        )  # fmt: skip
+    # every pair of a scale and a minimum: 12 * 12 < 512
+    pairs = np.resize(np.stack(np.meshgrid(halves, halves), -1).reshape(-1, 2), (len(blocks), 2))
+    for at, scales in zip(SCALES_AT.get(name, ()), pairs.T, strict=False):
+        blocks[:, at : at + 2] = np.ascontiguousarray(scales)[:, None].view(np.uint8)
     if name == "IQ1_M":
         for i in range(4):
-            nibble = (np.resize(halves, len(blocks)) >> (4 * i)) & 15
+            nibble = (pairs[:, 0] >> (4 * i)) & 15
             blocks[:, 49 + 2 * i] = (blocks[:, 49 + 2 * i] & 15) | (nibble << 4)
     if name in ("MXFP4", "NVFP4"):
         blocks[:, : 1 if name == "MXFP4" else 4] = np.repeat(np.arange(256, dtype=np.uint8), 2)[:, None]
@@ -131,6 +137,22 @@ def test_an_empty_row_writes_nothing():
 def test_one_function_per_format():
     addresses = [row_kernel(by_name(name)) for name in NAMES]
     assert len(set(addresses)) == len(NAMES) and addresses == [row_kernel(by_name(name)) for name in NAMES]
+
+
+def test_another_process_finds_the_function_on_disk(tmp_path):
+    """Each format has files of its own there."""
+    code = (
+        "from strata.cpu.rows import row_kernel; from strata.pack.formats import by_name; "
+        "row_kernel(by_name('IQ4_NL')); row_kernel(by_name('F16'))"
+    )
+    listings = []
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT,
+                       env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)})  # fmt: skip
+        listings.append({path.name: path.stat().st_mtime_ns for path in tmp_path.rglob("rows.*")})
+    assert listings[0] == listings[1]
+    assert len(listings[0]) == 4  # an index and the code of each format
+    assert {name.split("-")[0] for name in listings[0]} == {"rows.dequantise_IQ4_NL", "rows.dequantise_F16"}
 
 
 def test_integers_are_refused():

@@ -203,6 +203,16 @@ def test_seed_position_and_stream_decide_alone():
     assert len(seeds) == 4 and all(0 <= s < 2**64 for s in seeds)
 
 
+@pytest.mark.parametrize("u, token", [(0.0, 1), (1 - 2**-53, 2)])
+def test_edges_of_the_uniform(u, token):
+    """Tokens without weight are never drawn, not even at the ends."""
+    row = np.array([-900, 1, 0, -900], np.float32)
+    order = np.array([1, 2, 0, 3], np.int32)
+    assert chain.draw_candidates(order, row[order], 4, 1.0, u) == token
+    assert chain.draw_kept(np.arange(4, dtype=np.int32), row, 1.0, 1.0, u) == token
+    assert chain.draw_row(row, 1.0, 1.0, u) == token
+
+
 def test_warm_up_compiles_everything():
     warm_up()
     kernels = {k.__name__: k for m in (chain, head_rows, rng) for k in vars(m).values() if isinstance(k, Dispatcher)}

@@ -235,64 +235,40 @@ def futex_wake(typingctx, address, n_waiters):
 # ---- calls by address --------------------------------------------------------------------------------------------
 
 
-def _call(builder, arguments):
+def _generate_call(context, builder, signature, arguments):
     kind = ir.FunctionType(_void, [_i64] * (len(arguments) - 1))
     builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+    return context.get_dummy_value()
 
 
 @intrinsic
 def call1(typingctx, function, a):
     """void function(int64) at an address. Callers are compiled once, whatever they call."""
-
-    def generate(context, builder, signature, arguments):
-        _call(builder, arguments)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 2), generate
+    return types.void(*[types.int64] * 2), _generate_call
 
 
 @intrinsic
 def call3(typingctx, function, a, b, c):
     """void function(int64, int64, int64) at an address."""
-
-    def generate(context, builder, signature, arguments):
-        _call(builder, arguments)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 4), generate
+    return types.void(*[types.int64] * 4), _generate_call
 
 
 @intrinsic
 def call4(typingctx, function, a, b, c, d):
     """void function(4 x int64) at an address."""
-
-    def generate(context, builder, signature, arguments):
-        _call(builder, arguments)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 5), generate
+    return types.void(*[types.int64] * 5), _generate_call
 
 
 @intrinsic
 def call6(typingctx, function, a, b, c, d, e, f):
     """void function(6 x int64) at an address."""
-
-    def generate(context, builder, signature, arguments):
-        _call(builder, arguments)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 7), generate
+    return types.void(*[types.int64] * 7), _generate_call
 
 
 @intrinsic
 def call7(typingctx, function, a, b, c, d, e, f, g):
     """void function(7 x int64) at an address."""
-
-    def generate(context, builder, signature, arguments):
-        _call(builder, arguments)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 8), generate
+    return types.void(*[types.int64] * 8), _generate_call
 
 
 # ---- clock -------------------------------------------------------------------------------------------------------

@@ -1,13 +1,12 @@
 """Rows of a tensor as float32: one C function per block format, with exactly the bits of `BlockFormat.dequantise`.
 
 The unpackers of the matrix products turn 256 values at a time into signed bytes and scales; what differs here is only
-how a value is made of them. Every product is rounded in the order of the format's definition, so NaN and infinity
+how a value is made of them. What is not exact is rounded in the order of the format's definition, and NaN and infinity
 arise where they do there; the payload and the sign of a NaN are not defined.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING
 
 from numba.extending import overload
@@ -138,7 +137,6 @@ def _choose_row(ggml_id, row, n_values, out):
     return _BY_ID[ggml_id.literal_value]
 
 
-@cache
 def _kernel(name: str, ggml_id: int) -> CFunction:
     def dequantise(row, n_values, out):
         _row(ggml_id, row, n_values, out)
@@ -146,6 +144,9 @@ def _kernel(name: str, ggml_id: int) -> CFunction:
     # The disk cache keeps one index per function name: a name for each format lets threads compile them side by side.
     dequantise.__qualname__ = f"dequantise_{name}"
     return c_function(3)(dequantise)
+
+
+_KERNELS = {by_name(name).ggml_id: _kernel(name, by_name(name).ggml_id) for name in _BY_NAME}
 
 
 def row_kernel(format: BlockFormat) -> int:
@@ -158,11 +159,12 @@ def row_kernel(format: BlockFormat) -> int:
     The first request for a format compiles the function or loads it from disk. ModelError for a format without rows of
     real numbers.
     """
-    if format.ggml_id not in _BY_ID:
+    kernel = _KERNELS.get(format.ggml_id)
+    if kernel is None:
         raise ModelError(
             f"rows of {format.name} cannot be looked up",
             found=format.name,
             needed="one of " + ", ".join(_BY_NAME),
             advice="Store the tensor in one of these formats.",
         )
-    return _kernel(format.name, format.ggml_id).address
+    return kernel.address

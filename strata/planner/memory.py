@@ -8,7 +8,7 @@ from pathlib import Path
 
 from strata.arch import architecture_of
 from strata.base.errors import BadArgument
-from strata.base.geometry import Geometry
+from strata.base.geometry import CELL_ROWS, Geometry
 from strata.base.plan import Plan
 from strata.pack.gguf_file import GgufFile
 from strata.planner.estimate import (
@@ -34,8 +34,7 @@ MODEST_CONTEXT = 32_768
 def choose_device(machine: Machine, o: PlanOptions) -> Gpu | None:
     """The card to plan for, or None for the CPU. Raises BadArgument for a card that is not there."""
     if o.device == "cpu" or (o.device == "auto" and not machine.gpus):
-        if o.slots or o.vram_gib is not None:
-            raise BadArgument("slots and vram_gib need a GPU", found=f"{len(machine.gpus)} GPUs, device={o.device!r}")
+        _check_cpu(machine, o)
         return None
     index = 0 if o.device == "auto" else int(o.device[5:])
     if index >= len(machine.gpus):
@@ -46,6 +45,18 @@ def choose_device(machine: Machine, o: PlanOptions) -> Gpu | None:
             advice=machine.gpu_problem,
         )
     return machine.gpus[index]
+
+
+def _check_cpu(machine: Machine, o: PlanOptions) -> None:
+    """Refuse options that mean nothing without a GPU."""
+    found = f"{len(machine.gpus)} GPUs, device={o.device!r}"
+    if o.slots or o.vram_gib is not None:
+        raise BadArgument("slots and vram_gib need a GPU", found=found)
+    if o.experts not in ("auto", "mapped"):
+        raise BadArgument(f"experts={o.experts!r} needs a GPU", found=found, needed="mapped or auto",
+                          advice="The CPU backend computes experts in place, in the mapped file.")
+    if isinstance(o.prefill, int) and o.prefill != CELL_ROWS:
+        raise BadArgument("the CPU reads prompts in chunks of one cell", found=o.prefill, needed=f"{CELL_ROWS}, auto or windows")
 
 
 def default_threads(machine: Machine, gpu: Gpu | None, o: PlanOptions) -> int:

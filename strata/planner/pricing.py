@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strata.base.errors import BadArgument
 from strata.base.geometry import CELL_ROWS
 from strata.base.plan import GIB, MIB, PlanLine, Shortfall
 from strata.planner import needs
@@ -354,17 +353,7 @@ def _ram_beside_gpu(m: ModelFacts, machine: Machine, o: PlanOptions, host: list[
 
 def price_cpu(m: ModelFacts, machine: Machine, o: PlanOptions, context: int) -> Priced:
     """The configuration on the CPU backend: weights stay pages of the file."""
-    if o.experts not in ("auto", "mapped"):
-        raise BadArgument(
-            f"experts={o.experts!r} needs a GPU",
-            needed="mapped or auto",
-            advice="The CPU backend computes experts in place, in the mapped file.",
-        )
     kv = kv_format(o.kv, context)
-    if isinstance(o.prefill, int) and o.prefill != CELL_ROWS:
-        raise BadArgument(
-            "the CPU reads prompts in chunks of one cell", found=o.prefill, needed=f"{CELL_ROWS}, auto or windows"
-        )
     chunk = 0 if o.prefill == "windows" else CELL_ROWS
     free, floor = ram_free_bytes(machine, o), ram_floor_bytes(machine)
     ngram_rows = _ngram_rows(o, NGRAM_ROWS_CPU)
