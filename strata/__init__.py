@@ -5,6 +5,11 @@ with strata.load("model.gguf") as model:
     print(model.generate("def fibonacci(n):", max_tokens=64))
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from strata.base.errors import (
     BadArgument,
     Busy,
@@ -18,12 +23,14 @@ from strata.base.errors import (
     StrataError,
     TemplateError,
 )
-from strata.model import Model, Score, load
-from strata.records import ChatResult, Chunk, Result, Timings, TokenLogprob, Usage
-from strata.runtime.checkpoints import Checkpoint
-from strata.runtime.sampling import SamplingParams
-from strata.session import Session
-from strata.streams import ChatStream, TextStream
+
+if TYPE_CHECKING:
+    from strata.model import Model, Score, load
+    from strata.records import ChatResult, Chunk, Result, Timings, TokenLogprob, Usage
+    from strata.runtime.checkpoints import Checkpoint
+    from strata.runtime.sampling import SamplingParams
+    from strata.session import Session
+    from strata.streams import ChatStream, TextStream
 
 __version__ = "0.1.0"
 
@@ -55,3 +62,27 @@ __all__ = [
     "__version__",
     "load",
 ]
+
+_HOMES = {
+    "strata.model": ("Model", "Score", "load"),
+    "strata.records": ("ChatResult", "Chunk", "Result", "Timings", "TokenLogprob", "Usage"),
+    "strata.runtime.checkpoints": ("Checkpoint",),
+    "strata.runtime.sampling": ("SamplingParams",),
+    "strata.session": ("Session",),
+    "strata.streams": ("ChatStream", "TextStream"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported on first use, so that the command line starts without the compiler."""
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'strata' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

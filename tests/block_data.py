@@ -21,15 +21,17 @@ F16_FIELDS = {
 """Offsets of float16 scales in a block; every other format has one at 0."""
 
 
-def _f16_bits(rng: np.random.Generator, n: int, mode: str) -> np.ndarray:
+def _f16_bits(rng: np.random.Generator, shape: tuple[int, int], mode: str) -> np.ndarray:
+    """uint16 (rows, blocks); in mode tiny every second row has only 0 and the smallest subnormal."""
     if mode in ("plain", "edge"):
-        return (rng.random(n) * 0.01 + 0.001).astype(np.float16).view(np.uint16)
-    bits = rng.integers(0, 65536, n).astype(np.uint16)
+        return (rng.random(shape) * 0.01 + 0.001).astype(np.float16).view(np.uint16)
+    bits = rng.integers(0, 65536, shape).astype(np.uint16)
     bits = np.where(bits & 0x7C00 == 0x7C00, bits & 0x83FF, bits).astype(np.uint16)
-    bits[rng.random(n) < 0.1] = 0
-    bits[rng.random(n) < 0.1] = 0x8000
+    bits[rng.random(shape) < 0.1] = 0
+    bits[rng.random(shape) < 0.1] = 0x8000
     if mode == "tiny":
-        bits[rng.random(n) < 0.5] &= 0x87FF
+        bits[rng.random(shape) < 0.5] &= 0x87FF
+        bits[1::2] &= 0x8001
     return bits
 
 
@@ -37,7 +39,7 @@ def _float_matrix(format: BlockFormat, rng: np.random.Generator, shape: tuple[in
     values = rng.standard_normal(shape).astype(np.float32)
     low, high = {"plain": (0, 1), "edge": (0, 1), "mid": (-20, 15), "tiny": (-140, -100), "wild": (-120, 126)}[mode]
     if format.name == "F16":
-        low, high = max(low, -24), min(high, 15)
+        low, high = (-24, -14) if mode == "tiny" else (max(low, -24), min(high, 15))
     with np.errstate(all="ignore"):
         values = np.ldexp(values, rng.integers(low, high, shape)).astype(np.float32)
         if format.name == "F32":
@@ -52,24 +54,24 @@ def random_rows(format: BlockFormat, n: int, K: int, mode: str = "plain", seed: 
     rng = np.random.default_rng(seed)
     if format.activation == "float":
         return _float_matrix(format, rng, (n, K), mode)
-    blocks = n * K // format.block_values
-    raw = rng.integers(0, 256, (blocks, format.block_bytes), dtype=np.uint8)
+    blocks = K // format.block_values
+    raw = rng.integers(0, 256, (n, blocks, format.block_bytes), dtype=np.uint8)
     if mode == "edge":
         extremes = np.array([0, 255, 0x80, 0x7F, 0x88, 0x08, 0xF0], np.uint8)
         raw = extremes[rng.integers(0, 7, raw.shape)]
-        raw[: blocks // 2] = extremes[rng.integers(0, 7, (blocks // 2, 1))]
+        raw[::2] = extremes[rng.integers(0, 7, (*raw[::2].shape[:2], 1))]
     for at in F16_FIELDS.get(format.name, (0,)):
-        raw[:, at : at + 2] = _f16_bits(rng, blocks, mode)[:, None].view(np.uint8)
+        raw[..., at : at + 2] = _f16_bits(rng, (n, blocks), mode)[..., None].view(np.uint8)
     if format.name == "MXFP4":
-        low, high = {"plain": (110, 125), "edge": (120, 130), "mid": (90, 160), "tiny": (0, 130), "wild": (0, 256)}[mode]
-        raw[:, 0] = rng.integers(low, high, blocks)
+        ranges = {"plain": (110, 125), "edge": (120, 130), "mid": (90, 160), "tiny": (0, 130), "wild": (0, 256)}
+        raw[..., 0] = rng.integers(*ranges[mode], (n, blocks))
     if format.name == "NVFP4" and mode == "plain":
-        raw[:, :4] = rng.integers(40, 90, (blocks, 4))
+        raw[..., :4] = rng.integers(40, 90, (n, blocks, 4))
     if format.name == "IQ1_M":
-        bits = _f16_bits(rng, blocks, mode)
+        bits = _f16_bits(rng, (n, blocks), mode)
         for k in range(4):
             nibble = (bits >> (4 * k)) & 15
-            raw[:, 49 + 2 * k] = (raw[:, 49 + 2 * k] & 15) | (nibble << 4).astype(np.uint8)
+            raw[..., 49 + 2 * k] = (raw[..., 49 + 2 * k] & 15) | (nibble << 4).astype(np.uint8)
     return raw.reshape(n, -1)
 
 
@@ -81,7 +83,7 @@ def random_activations(R: int, K: int, mode: str = "plain", seed: int = 0) -> np
         x = np.where(x < 0, -1, 1).astype(np.float32)
         x[:, : K // 2] = x[:, :1]
     if mode in ("mid", "tiny", "wild"):
-        low, high = {"mid": (-40, 30), "tiny": (-150, -104), "wild": (-140, 120)}[mode]
+        low, high = {"mid": (-40, 30), "tiny": (-150, -109), "wild": (-140, 120)}[mode]
         groups = x.reshape(R, -1, 32)
         groups[:] = np.ldexp(groups, rng.integers(low, high, (R, K // 32, 1)))
         x[rng.random((R, K)) < 0.05] = 0
@@ -91,7 +93,7 @@ def random_activations(R: int, K: int, mode: str = "plain", seed: int = 0) -> np
             special.append(np.full(32, 3e38))
         halves = rng.integers(-254, 255, 32) * 0.5
         halves[0] = 127
-        special.append(halves * (2.0**-110 if mode == "tiny" else 1))
+        special.append(halves * (2.0**-116 if mode == "tiny" else 1))
         for g, values in enumerate(special, start=1):
             if g < groups.shape[1]:
                 groups[:, g] = values

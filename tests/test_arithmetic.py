@@ -1,4 +1,4 @@
-"""Canonical arithmetic: the numpy definition against exact mathematics, and compiled code against numpy, bit for bit."""
+"""Canonical arithmetic: the numpy definition against exact mathematics, and compiled code against numpy by bits."""
 
 from fractions import Fraction
 

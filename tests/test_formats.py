@@ -19,7 +19,7 @@ def ids(format):
 
 
 def test_every_format_of_the_files_is_there():
-    assert set(FORMATS) == {0, 1, 2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 16, 17, 18, 19, 20, 21, 22, 23, 24, 29, 30, 39, 40, 42}
+    assert sorted(FORMATS) == [0, 1, 2, 3, 6, 7, 8, *range(10, 15), *range(16, 25), 29, 30, 39, 40, 42]
     assert all(FORMATS[f.ggml_id] is f and by_name(f.name) is f and f.lane_rule for f in FORMATS.values())
 
 
@@ -108,6 +108,6 @@ def test_codebooks():
     assert set(np.unique(GRID["IQ1_S"])) == {-1, 0, 1}
     assert list(CODEBOOK["IQ4_NL"][[0, 8, 15]]) == [-127, 1, 113]
     counts = [bin(s).count("1") for s in SIGNS]
-    assert len(SIGNS) == 128 and all(c % 2 == 0 for c in counts) and (SIGNS & 127 == np.arange(128)).all()
+    assert len(SIGNS) == 128 and all(c % 2 == 0 for c in counts) and np.array_equal(SIGNS & 127, np.arange(128))
     np.testing.assert_array_equal(E8M0_HALF, np.ldexp(1.0, np.arange(256) - 128).astype(np.float32))
     np.testing.assert_array_equal(E4M3_HALF, quants.NVFP4.ue4m3_to_fp32(np.arange(256, dtype=np.uint8)))

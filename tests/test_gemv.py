@@ -1,16 +1,18 @@
-"""Quantised and float products: the numpy lane rules against float64, and the portable kernels against numpy, by bits."""
+"""Products: the numpy lane rules against float64, and the portable kernels against numpy by bits."""
 
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from numba import njit
 
 from strata.base import arithmetic as A
 from strata.base.errors import BadArgument
 from strata.base.program import NOT_FINITE
 from strata.cpu.gemv import table
 from strata.cpu.gemv.activations import quantise_p32, quantise_p256, swiglu_rows
+from strata.cpu.machine_code import FLUSH_BITS, float_control, set_float_control
 from strata.pack.formats import FORMATS, by_name
 from strata.pack.lanes import gemv
 from tests.block_data import MODES, bits, random_activations, random_rows
@@ -98,16 +100,27 @@ def test_portable_equals_numpy_float(format, mode):
             np.testing.assert_array_equal(bits(run(format, raw, records_of(format, x)[0], R, K)), bits(expected[:R]))
 
 
-def test_the_modes_reach_what_they_are_for():
-    """Subnormal results in tiny, Inf or NaN in wild: otherwise the comparisons above would prove less."""
-    for name in ("Q8_0", "IQ3_XXS", "Q4_K"):
-        format = by_name(name)
-        outputs = {}
-        for mode in ("tiny", "wild"):
-            raw, x = random_rows(format, 64, 2560, mode, seed=1), random_activations(1, 2560, mode, seed=2)
-            outputs[mode] = run(format, raw, records_of(format, x)[0], 1, 2560)
-        small = np.abs(outputs["tiny"])
-        assert ((small > 0) & (small < 2.0**-126)).any() and not np.isfinite(outputs["wild"]).all()
+@njit
+def _flush(on):
+    before = float_control()
+    set_float_control(before | FLUSH_BITS if on else before & ~FLUSH_BITS)
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q2_0", "Q4_K", "IQ2_S", "IQ3_XXS"])
+def test_the_modes_reach_what_they_are_for(name):
+    """Subnormal numbers decide most results in tiny; wild overflows. Otherwise the comparisons would prove less."""
+    format, K = by_name(name), 2560
+    raw, x = random_rows(format, 64, K, "tiny", seed=1), random_activations(1, K, "tiny", seed=2)
+    records, _ = records_of(format, x)
+    exact = run(format, raw, records, 1, K)
+    _flush(True)
+    try:
+        flushed = run(format, raw, records, 1, K)
+    finally:
+        _flush(False)
+    assert (bits(exact) != bits(flushed)).mean() > 0.5
+    raw, x = random_rows(format, 64, K, "wild", seed=1), random_activations(1, K, "wild", seed=2)
+    assert not np.isfinite(run(format, raw, records_of(format, x)[0], 1, K)).all()
 
 
 def test_rows_of_a_wider_matrix():

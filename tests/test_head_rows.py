@@ -11,7 +11,7 @@ from numba import njit
 from strata.base.errors import BadArgument, NotFinite
 from strata.base.window import CANDIDATES, SUMMARY_TOP, HeadRequest
 from strata.cpu.exp64 import exp64, log64
-from strata.cpu.head_rows import RecentRequest, log_sum_exp, modified_row, summarise
+from strata.cpu.head_rows import log_sum_exp, modified_row, summarise
 
 SIZES = [64, 65, 127, 128, 255, 257, 1000, 4096, 5003]
 
@@ -132,7 +132,7 @@ def penalised(draw):
     bias = {int(i): float(rng.normal(0, 4)) for i in rng.integers(0, V, draw(st.integers(0, 4)))}
     if bias and draw(st.booleans()):
         bias[next(iter(bias))] = -math.inf
-    request = RecentRequest(
+    request = HeadRequest(
         greedy=draw(st.booleans()), summary=draw(st.booleans()), full=draw(st.booleans()),
         repetition=draw(st.sampled_from([1.0, 1.3, 0.7])), presence=draw(st.sampled_from([0.0, 0.5, -1.0])),
         frequency=draw(st.sampled_from([0.0, 0.25])), history=history, rows=rng.integers(0, near, T).astype(np.int32),

@@ -366,13 +366,14 @@ def test_without_any_writable_folder_it_still_runs(tmp_path):
         import warnings
         import numpy as np
         from pathlib import Path
-        from strata.cpu import compiled
+        from strata.cpu import compiled, walker
         compiled.cache_folders = lambda source: iter([Path({blocked!r})])
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            from strata.cpu.walker import WalkList, walk
-            walk = WalkList()
-            assert walk.run() == -1
+            walk = compiled.cached_njit(walker.walk.py_func)
+            walk_timed = compiled.cached_njit(walker.walk_timed.py_func)
+            error = np.ones(4, np.int64)
+            assert walk(0, 0, error.ctypes.data) == -1 and error.max() == 0
         print(len(seen), "STRATA_CACHE" in str(seen[0].message))
     """
     assert python(script, PYTHONPATH=str(ROOT)) == ["1", "True"]

@@ -24,6 +24,7 @@ class HeadRequest:
     history     (n,) int32, tokens that count for penalties before row 0
     rows        (T,) int32, the window's tokens: row j counts history plus rows[: j + 1]
     bias        token id -> additive logit bias
+    last_n      row j counts only the last `last_n` tokens of history plus rows[: j + 1]; 0 = all of them
     """
 
     greedy: bool = True
@@ -35,6 +36,7 @@ class HeadRequest:
     history: np.ndarray | None = None
     rows: np.ndarray | None = None
     bias: dict[int, float] = field(default_factory=dict)
+    last_n: int = 0
 
     @property
     def modified(self) -> bool:
@@ -49,9 +51,9 @@ class HeadRows:
     argmax       (T,) int32, of the unmodified logits; ties to the lowest id
     logsumexp    (T,) float64, of the unmodified logits, or None
     top_ids      (T, 20) int32 and top_logits (T, 20) float32, descending, ties to the lowest id, or None
-    chosen       logits of ids asked for afterwards are read from `full`
-    mod_ids      (T, 64) int32, mod_logits (T, 64) float32, mod_logsumexp (T,) float64: after penalties and bias, or None
-    full         (T, V) float32 view, valid until the next window, or None
+    mod_ids, mod_logits   (T, 64) int32 and float32: the largest after penalties and bias, or None
+    mod_logsumexp         (T,) float64, of the logits after penalties and bias, or None
+    full         (T, V) float32 view, valid until the next window, or None; logits of any other id are read here
     """
 
     argmax: np.ndarray

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from strata.base.errors import NotFinite, StrataError
@@ -12,6 +14,7 @@ from strata.base.program import (
     NGRAM_FAILED,
     NGRAM_TIMEOUT,
     Allocation,
+    Op,
     Program,
     ProgramSet,
 )
@@ -51,7 +54,7 @@ class CpuBackend:
         table = rotary_table(context, geometry.rotary_dims, geometry.rope_base)
         self.memory = Memory(programs.all(), {"rope": table})
         self.weights = Weights(gguf, experts)
-        self.pool = Pool(threads, pin=pin)
+        self.pool = Pool(threads, pin=pin, reserve_cores=0)
         self.threads = self.pool.threads
         self._error = np.zeros(ERROR_WORDS, np.int64)
         try:
@@ -117,7 +120,10 @@ class CpuBackend:
             self._ticket[1] = self._ticket[0]
 
     def _run(self, lowering: Lowering, state: State) -> None:
-        failed = lowering.walk.run()
+        self._check(lowering, lowering.walk.run(), state)
+
+    def _check(self, lowering: Lowering, failed: int, state: State) -> None:
+        """Raise for the step that stopped a walk; -1 is none."""
         if failed >= 0:
             code, _, layer, detail = (int(w) for w in self._error)
             op = lowering.program.ops[lowering.op_of_step[failed]]
@@ -127,14 +133,27 @@ class CpuBackend:
                 raise StrataError(message, found=f"{detail} ms" if detail else None, advice="Check the disk.")
             raise NotFinite(message, found=f"row or expert {detail}", advice="The weights or the file may be damaged.")
 
-    def window(self, state: State, tokens: np.ndarray, previous: tuple[int, int]) -> None:
+    def window(
+        self,
+        state: State,
+        tokens: np.ndarray,
+        previous: tuple[int, int],
+        after_op: Callable[[Op], None] | None = None,
+    ) -> None:
         """Run T = len(tokens) <= 8 rows at position state.rows; nothing is committed.
 
-        tokens (T,) int32; previous: the tokens one and two places before the window, -1 where there is none. Raises
-        NotFinite naming op and layer; the state is then as before.
+        tokens (T,) int32; previous: the tokens one and two places before the window, -1 where there is none. after_op
+        is for checks: it is called with each op when its steps have run, and may look at `memory`. Raises NotFinite
+        naming op and layer; the state is then as before.
         """
         self._feed(state, tokens, previous)
-        self._run(self._windows[len(tokens)], state)
+        lowering = self._windows[len(tokens)]
+        if after_op is None:
+            self._run(lowering, state)
+            return
+        for index, op in enumerate(lowering.program.ops):
+            self._check(lowering, lowering.run_op(index), state)
+            after_op(op)
 
     def commit(self, state: State, n_keep: int) -> None:
         """Advance `state` by the first n_keep rows of the window that was run last, on the same state."""

@@ -10,7 +10,6 @@ Then bias is added (float64, one rounding); a bias of -inf bans its token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 
 import numpy as np
 from numba import njit
@@ -27,16 +26,6 @@ _INF_BITS = 0x7F800000
 _ALL_KNOWN = -(2**63)
 _NO_TOKENS = np.empty(0, np.int32)
 _NO_IDS, _NO_VALUES = np.empty(0, np.int64), np.empty(0, np.float64)
-
-
-@dataclass(frozen=True)
-class RecentRequest(HeadRequest):
-    """A HeadRequest whose penalties look back a fixed distance.
-
-    last_n   row j counts only the last `last_n` tokens of history plus rows[: j + 1]; 0 = all of them
-    """
-
-    last_n: int = 0
 
 
 @njit(error_model="numpy")
@@ -288,7 +277,7 @@ def _changes(request: HeadRequest, V: int, T: int) -> tuple:
         ids, values = np.array(list(request.bias), np.int64), np.array(list(request.bias.values()), np.float64)
     else:
         ids, values = _NO_IDS, _NO_VALUES
-    return (history, rows, getattr(request, "last_n", 0), float(request.repetition), float(request.presence),
+    return (history, rows, request.last_n, float(request.repetition), float(request.presence),
             float(request.frequency), ids, values)  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """One K or V head in its cell: float16, or int8 codes with a float16 scale per 64 values.
 
 int8: scale = f16(max|x| / 127), code = clamp(round_half_even(x / scale), -127, 127), read back as f16(code * scale).
-A scale of zero (all-zero group, or below what float16 holds) gives codes 0.
+A scale of zero (all-zero group, or below what float16 holds) gives codes 0. A group fits when 127 * scale, its largest
+value read back, is finite in float16.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def store_head(cells, scales, at, x, n):
             top = max(top, abs(x[i]))
             fine = fine and abs(x[i]) <= F(3.4028234663852886e38)
         bits = f16_bits(top / F(127))
-        fine = fine and (bits & 0x7C00) != 0x7C00
         scale = f16_value(bits)
+        fine = fine and (f16_bits(F(127) * scale) & 0x7C00) != 0x7C00
         steps[group] = bits
         for i in range(group * SCALE_GROUP, (group + 1) * SCALE_GROUP):
             code = F(0)

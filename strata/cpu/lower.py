@@ -8,6 +8,7 @@ how much private scratch the ops ask for, so a plan can price them without a fil
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable
 
 import numpy as np
@@ -112,6 +113,13 @@ class Lowering:
                 for key in [k for k in self._records if k[0] == name]:
                     del self._records[key]
         return self.walk
+
+    def run_op(self, index: int) -> int:
+        """Run only the steps of op number `index`; returns the failing step or -1. For checks, not for speed."""
+        first = bisect.bisect_left(self.op_of_step, index)
+        last = bisect.bisect_right(self.op_of_step, index)
+        failed = self.walk.run_range(first, last - first)
+        return failed if failed < 0 else failed + first
 
     # ---- what ops ask for
 

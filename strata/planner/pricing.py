@@ -10,7 +10,7 @@ from strata.planner import needs
 from strata.planner.facts import DraftFacts, ModelFacts, draft_facts
 from strata.planner.machine import Gpu, Machine
 from strata.planner.options import PlanOptions
-from strata.planner.slots import Allotment, admission_order, allot, slot_sizes
+from strata.planner.slots import Allotment, Queue, admission_queue, allot, slot_sizes
 from strata.planner.state_bytes import kv_format, round_context
 
 RESERVE_MIB, SMALLEST_RESERVE_MIB = 700, 300
@@ -22,6 +22,8 @@ SMALLEST_CHUNK, OWN_CHUNK = 256, 1024
 
 FLOOR_BYTES, FLOOR_SHARE = 2560 * MIB, 8
 """RAM left to the system and to Python: 2.5 GiB, on small machines an eighth."""
+
+EVERYTHING = 1 << 62
 
 WSL_PINNED_BYTES = GIB
 """WSL locks about this much memory for a GPU."""
@@ -129,7 +131,7 @@ def _largest_chunk(m: ModelFacts, slots: int, slot: int, context: int) -> int:
     return 0
 
 
-def _size_cache(m: ModelFacts, o: PlanOptions, room: int, context: int, sizes: tuple[int, ...], order) -> _Cache:
+def _size_cache(m: ModelFacts, o: PlanOptions, room: int, context: int, sizes: tuple[int, ...], queue: Queue) -> _Cache:
     """Reserve, prefill and expert cache out of `room`, the VRAM left after every other line.
 
     The order of wishes: a cache large enough to lend a prefill chunk, at the full reserve; the same at a smaller reserve;
@@ -140,26 +142,26 @@ def _size_cache(m: ModelFacts, o: PlanOptions, room: int, context: int, sizes: t
     least = reserve if o.reserve_mib is not None else min(reserve, SMALLEST_RESERVE_MIB * MIB)
     notes: list[str] = []
     wanted = o.slots
-    if wanted is not None and wanted > len(order):
+    if wanted is not None and wanted > len(queue):
         notes.append(
-            f"{wanted:,} slots asked for, {len(order):,} pairs are ranked: more would stay empty, {len(order):,} taken"
+            f"{wanted:,} slots asked for, {len(queue):,} pairs are ranked: more would stay empty, {len(queue):,} taken"
         )
-        wanted = len(order)
+        wanted = len(queue)
     rows = o.prefill if isinstance(o.prefill, int) else SMALLEST_CHUNK
     lends = (
         o.prefill != "windows"
         and wanted != 0
-        and _loan(m, rows, slot) + LOAN_KEEP_SLOTS <= min(len(order), wanted or len(order))
+        and _loan(m, rows, slot) + LOAN_KEEP_SLOTS <= min(len(queue), wanted or len(queue))
     )
     if not lends:
-        return _own_buffers(m, o, room, context, sizes, order, reserve, least, wanted, notes)
+        return _own_buffers(m, o, room, context, sizes, queue, reserve, least, wanted, notes)
     if wanted is not None:
-        bytes_wanted = allot(sizes, order, 1 << 62, wanted).n_bytes
+        bytes_wanted = allot(queue, EVERYTHING, wanted).n_bytes
         if bytes_wanted > room - reserve:
             return _Cache(
                 Allotment((0,) * len(sizes), 0), reserve, 0, 0, 0, ("expert cache", bytes_wanted), tuple(notes)
             )
-        taken = allot(sizes, order, bytes_wanted, wanted)
+        taken = allot(queue, bytes_wanted, wanted)
     else:
         base = (_loan(m, rows, slot) + LOAN_KEEP_SLOTS) * slot
         if room - reserve < base:
@@ -182,8 +184,8 @@ def _size_cache(m: ModelFacts, o: PlanOptions, room: int, context: int, sizes: t
                 notes.append(
                     f"prompts are read by windows: a chunk of {rows} rows would need a cache of {base / MIB:,.0f} MiB"
                 )
-                return _own_buffers(m, o, room, context, sizes, order, reserve, least, wanted, notes, chunk=False)
-        taken = allot(sizes, order, room - reserve)
+                return _own_buffers(m, o, room, context, sizes, queue, reserve, least, wanted, notes, chunk=False)
+        taken = allot(queue, room - reserve)
     chunk = o.prefill if isinstance(o.prefill, int) else _largest_chunk(m, taken.n_slots, slot, context)
     borrowed = needs.prefill_bytes(m.geometry, chunk, slot)
     notes.append(f"prefill chunks of {chunk:,} rows borrow {borrowed / MIB:,.0f} MiB of the coldest slots")
@@ -196,7 +198,7 @@ def _own_buffers(
     room: int,
     context: int,
     sizes,
-    order,
+    queue,
     reserve: int,
     least: int,
     wanted: int | None,
@@ -209,7 +211,7 @@ def _own_buffers(
     if isinstance(o.prefill, int):
         rows, own = o.prefill, needs.prefill_bytes(m.geometry, o.prefill, max(sizes))
     elif o.prefill == "auto" and chunk:
-        every = allot(sizes, order, 1 << 62, wanted).n_bytes
+        every = allot(queue, EVERYTHING, wanted).n_bytes
         for candidate in (c for c in CHUNKS if c <= min(OWN_CHUNK, max(context, SMALLEST_CHUNK))):
             n_bytes = needs.prefill_bytes(m.geometry, candidate, max(sizes))
             if every + n_bytes + reserve <= room:
@@ -218,7 +220,7 @@ def _own_buffers(
         else:
             notes.append("prompts are read by windows: no room for a chunk beside the experts")
     if wanted is not None:
-        taken = allot(sizes, order, 1 << 62, wanted)
+        taken = allot(queue, EVERYTHING, wanted)
         if taken.n_bytes + own + reserve > room:
             return _Cache(none, reserve, rows, own, 0, ("expert cache", taken.n_bytes), tuple(notes))
         return _Cache(taken, reserve, rows, own, 0, None, tuple(notes))
@@ -227,7 +229,7 @@ def _own_buffers(
             return _Cache(none, least, rows, own, 0, ("expert cache", max(sizes)), tuple(notes))
         reserve = room - own - max(sizes)
         notes.append(f"reserve {reserve / MIB:,.0f} MiB instead of {RESERVE_MIB}: room for a first slot")
-    return _Cache(allot(sizes, order, room - own - reserve), reserve, rows, own, 0, None, tuple(notes))
+    return _Cache(allot(queue, room - own - reserve), reserve, rows, own, 0, None, tuple(notes))
 
 
 def price_gpu(m: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, context: int) -> Priced:
@@ -236,9 +238,9 @@ def price_gpu(m: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, context
     free = vram_free_bytes(gpu, o)
     lines = needs.gpu_fixed_lines(m, context, kv, o.sessions, draft_of(m, o))
     sizes = slot_sizes(m.expert_bytes)
-    order = admission_order(g.L, g.E, o.profile)
+    queue = admission_queue(sizes, g.E, o.profile)
     fixed = sum(line.held_bytes for line in lines)
-    cache = _size_cache(m, o, free - fixed, context, sizes, order)
+    cache = _size_cache(m, o, free - fixed, context, sizes, queue)
     shortfalls = []
     if cache.shortfall is not None:
         name, n_bytes = cache.shortfall

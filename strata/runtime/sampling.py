@@ -20,7 +20,7 @@ import numpy as np
 
 from strata.base.errors import BadArgument, need
 from strata.base.window import CANDIDATES, SUMMARY_TOP, HeadRequest, HeadRows
-from strata.cpu.head_rows import RecentRequest, log_sum_exp, modified_row, summarise
+from strata.cpu.head_rows import log_sum_exp, modified_row, summarise
 from strata.runtime import chain
 from strata.runtime.rng import MAX_SEED, PICK, uniform
 
@@ -138,7 +138,7 @@ class SamplingParams:
         if not self.penalised:
             return HeadRequest(greedy=self.greedy, summary=self.logprobs, full=full, bias=dict(self.logit_bias))
         history = history[len(history) - min(len(history), self.penalty_last_n - 1) :]
-        return RecentRequest(
+        return HeadRequest(
             greedy=self.greedy, summary=self.logprobs, full=full, repetition=self.repetition_penalty,
             presence=self.presence_penalty, frequency=self.frequency_penalty, history=np.array(history, np.int32),
             rows=np.array(rows, np.int32), bias=dict(self.logit_bias), last_n=self.penalty_last_n,

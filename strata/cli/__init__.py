@@ -1,0 +1,109 @@
+"""The command `strata`: one module a verb, imported only when its verb is called.
+
+Exit status: 0 done; 1 refused or failed, with one message on stderr; 2 wrong usage; 130 interrupted by Ctrl-C.
+Answers and reports go to stdout, everything else to stderr. Progress is shown on terminals only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from strata import __version__
+from strata.base.errors import BadArgument, StrataError
+
+FAILED, USAGE, INTERRUPTED = 1, 2, 130
+
+VERBS = {
+    "run": "Continue a prompt; the answer streams to stdout.",
+    "chat": "Talk with a model through its own chat template.",
+    "plan": "Price a load before it happens: memory, fit, speed and what bounds it.",
+    "inspect": "Show geometry, types and bytes of a GGUF file.",
+    "score": "Measure how well a model predicts a text: nats per token and perplexity.",
+    "bench": "Measure speed on this machine.",
+    "doctor": "Say which parts of this machine will be slow.",
+}
+"""Verb and its line in the overview. Module strata.cli.<verb> has the function `command` or the group `app`."""
+
+_SETTINGS = {"help_option_names": ["-h", "--help"]}
+
+
+def _verb(name: str) -> Any:
+    """The click command of a verb, from its module."""
+    module = importlib.import_module(f"{__name__}.{name}")
+    if hasattr(module, "app"):
+        return typer.main.get_command(module.app)
+    single = typer.Typer(rich_markup_mode=None, add_completion=False)
+    single.command(name, context_settings=_SETTINGS)(module.command)
+    return typer.main.get_command(single)
+
+
+class _Verbs(TyperGroup):
+    """Knows every verb's name and help line, and imports a verb's module when it is called."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(**settings)
+        for name, line in VERBS.items():
+            self.add_command(TyperCommand(name, help=line))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        name, known, rest = super().resolve_command(ctx, args)
+        return name, None if known is None else _verb(known.name), rest
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except StrataError as error:
+            _say(ctx, str(error))
+            raise typer.Exit(USAGE if isinstance(error, BadArgument) else FAILED) from None
+        except MemoryError as error:
+            _say(ctx, f"out of memory: {error}" if str(error) else "out of memory")
+            raise typer.Exit(FAILED) from None
+        except KeyboardInterrupt:
+            if sys.stderr.isatty():
+                typer.echo(err=True)
+            raise typer.Exit(INTERRUPTED) from None
+
+
+def _say(ctx: Any, text: str) -> None:
+    typer.echo(f"strata {ctx.invoked_subcommand}: {text}", err=True)
+
+
+app = typer.Typer(
+    cls=_Verbs, context_settings=_SETTINGS, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True
+)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"strata {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _every_verb(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print what the library reports, to stderr.")] = False,
+) -> None:
+    """Run Mixture-of-Experts language models larger than the GPU, from their GGUF files."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("strata: %(message)s"))
+    log = logging.getLogger("strata")
+    log.handlers = [handler]
+    log.propagate = False
+    log.setLevel(logging.INFO if verbose else logging.WARNING)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    for stream in (sys.stdout, sys.stderr):
+        # An answer may hold any character; a terminal of another encoding shows a question mark for it.
+        stream.reconfigure(errors="replace")
+    app()

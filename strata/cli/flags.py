@@ -1,0 +1,91 @@
+"""Options that several verbs share, and how they become keyword arguments of the library.
+
+A flag that is not given is not handed on, so every default is the library's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from strata.base.errors import BadArgument
+from strata.cli.locate import find_model
+from strata.cli.output import working
+
+if TYPE_CHECKING:
+    from strata.model import Model as LoadedModel
+
+Option = typer.Option
+
+Json = Annotated[bool, Option("--json", help="Print one JSON record instead.")]
+
+# ---- loading
+
+Model = Annotated[
+    Path | None,
+    Option("--model", "-m", help="GGUF file or its folder; default: STRATA_MODEL, or the bundled model of a checkout."),
+]
+Context = Annotated[int | None, Option(help="Cells for prompt and answer; default: the trained context, or what fits.")]
+Threads = Annotated[int | None, Option(help="CPU threads; default: one per physical core.")]
+Pin = Annotated[bool, Option("--pin", help="Bind workers to cores.")]
+Kv = Annotated[str, Option(help="auto, f16 or int8.")]
+Prefill = Annotated[str, Option(help="auto: chunks of 256 rows; windows: 8 rows at a time.")]
+
+# ---- answering
+
+MaxTokens = Annotated[int | None, Option("--max-tokens", "-n", help="Longest answer; default: what the context leaves.")]
+Temperature = Annotated[float | None, Option("--temperature", "-t", help="Default: greedy.")]
+TopK = Annotated[int | None, Option(help="Keep the k most likely tokens.")]
+TopP = Annotated[float | None, Option(help="Keep the most likely tokens that reach this mass.")]
+MinP = Annotated[float | None, Option(help="Keep tokens at least this many times as likely as the best.")]
+RepetitionPenalty = Annotated[float | None, Option(help="Divides positive logits of tokens seen; 1 is off.")]
+PresencePenalty = Annotated[float | None, Option(help="Subtracted from the logits of tokens seen.")]
+FrequencyPenalty = Annotated[float | None, Option(help="Subtracted once per occurrence.")]
+PenaltyLastN = Annotated[int | None, Option(help="Latest tokens that count as seen.")]
+LogitBias = Annotated[
+    list[str] | None, Option(metavar="ID=BIAS", help="Add to a token's logit; -inf bans it. Repeatable.")
+]
+Seed = Annotated[int | None, Option(help="Repeats a sampled answer.")]
+Stop = Annotated[list[str] | None, Option(help="End the answer before this text. Repeatable.")]
+IgnoreEos = Annotated[bool, Option("--ignore-eos", help="Go on after stop tokens.")]
+
+
+@contextlib.contextmanager
+def loaded(given: Path | None, **options: Any) -> Iterator[LoadedModel]:
+    """The model of a command, loaded with those options that are not None and closed at the end."""
+    path = find_model(given)
+    with working(f"loading {path.name}"):
+        # Here, because it takes a second: wrong usage is told at once.
+        from strata.model import load
+
+        model = load(path, **{name: value for name, value in options.items() if value is not None})
+    with model:
+        yield model
+
+
+def answer_options(*, logit_bias: Sequence[str] | None = None, **flags: Any) -> dict[str, Any]:
+    """Keyword arguments of generate and chat: the flags that were given. Raises BadArgument for a bad value, before a
+    model is loaded."""
+    from strata.options import generate_options
+
+    given = {name: value for name, value in flags.items() if value not in (None, False, [])}
+    if logit_bias:
+        given["logit_bias"] = biases(logit_bias)
+    generate_options(given, vocab=1 << 31)
+    return given
+
+
+def biases(items: Sequence[str]) -> Mapping[int, float]:
+    """ID=BIAS texts as token id -> bias."""
+    found: dict[int, float] = {}
+    for item in items:
+        token, _, bias = item.partition("=")
+        try:
+            found[int(token)] = float(bias)
+        except ValueError:
+            raise BadArgument("a logit bias cannot be read", found=repr(item), needed="ID=BIAS, as 42=-1.5") from None
+    return found

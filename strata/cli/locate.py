@@ -1,0 +1,53 @@
+"""Which model a command uses: --model, the variable STRATA_MODEL, or the one bundled with a source checkout."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import strata
+from strata.base.errors import BadArgument, FileError
+
+VARIABLE = "STRATA_MODEL"
+BUNDLED = Path("examples", "models", "tiny-flash-next")
+
+
+def find_model(given: Path | None) -> Path:
+    """The GGUF file to load; a folder stands for the one model in it.
+
+    Raises BadArgument if nothing is given and this is no source checkout, FileError for a path without a model.
+    """
+    if given is not None:
+        return _file_of(given, "--model")
+    named = os.environ.get(VARIABLE)
+    if named:
+        return _file_of(Path(named).expanduser(), VARIABLE)
+    root = checkout()
+    if root is not None and (root / BUNDLED).is_dir():
+        return _file_of(root / BUNDLED, "the bundled model")
+    raise BadArgument(
+        "no model is given",
+        needed=f"--model FILE or the variable {VARIABLE}",
+        advice="Give any one shard of a GGUF file, or the folder that holds it.",
+    )
+
+
+def checkout() -> Path | None:
+    """The root of the source checkout that this package runs from, or None for an installed one."""
+    root = Path(strata.__file__).resolve().parent.parent
+    return root if (root / "pyproject.toml").is_file() else None
+
+
+def _file_of(path: Path, source: str) -> Path:
+    if not path.is_dir():
+        if path.exists():
+            return path
+        raise FileError(f"the model of {source} does not exist", found=f"no file '{path}'", needed="a GGUF file")
+    later = {p for p in path.glob("*-of-*.gguf") if not p.stem.rsplit("-of-", 1)[0].endswith("-00001")}
+    models = sorted(set(path.glob("*.gguf")) - later)
+    if len(models) != 1:
+        found = ", ".join(p.name for p in models[:6]) or "none"
+        raise FileError(
+            f"'{path}', the folder of {source}, does not hold one model", found=found, needed="one", advice="Name a file."
+        )
+    return models[0]

@@ -1,0 +1,104 @@
+"""What a terminal sees and a pipe does not: colour, progress, notes. Answers are plain text either way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import TextIO
+
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+
+_PICTURES = {c: 0x2400 + c for c in range(0x20) if c not in (0x09, 0x0A)} | {c: 0xFFFD for c in range(0x7F, 0xA0)}
+
+
+def is_terminal(stream: TextIO) -> bool:
+    return stream.isatty()
+
+
+def has_colour(stream: TextIO) -> bool:
+    """Whether styles may be written: a terminal that can, and no NO_COLOR."""
+    return is_terminal(stream) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def dim(text: str, stream: TextIO) -> str:
+    return f"{DIM}{text}{PLAIN}" if text and has_colour(stream) else text
+
+
+def printable(text: str) -> str:
+    """Control characters made visible, so that an answer cannot steer the terminal; line ends and tabs stay."""
+    return text.translate(_PICTURES)
+
+
+def write(text: str, dimmed: bool = False) -> None:
+    """A piece of an answer to stdout, at once; exactly as it is unless stdout is a terminal."""
+    if is_terminal(sys.stdout):
+        text = printable(text)
+    sys.stdout.write(dim(text, sys.stdout) if dimmed else text)
+    sys.stdout.flush()
+
+
+def note(text: str) -> None:
+    """A remark on stderr for somebody who watches; nothing when stderr is no terminal."""
+    if is_terminal(sys.stderr):
+        print(dim(text, sys.stderr), file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def working(text: str) -> Iterator[None]:
+    """A spinner on stderr while the block runs; nothing when stderr is no terminal."""
+    if not is_terminal(sys.stderr):
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(text):
+        yield
+
+
+@contextlib.contextmanager
+def progress_bar(text: str, unit: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr, gone when the block ends; gives update(done, total). Silent when stderr is no terminal."""
+    if not is_terminal(sys.stderr):
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
+               TextColumn(unit), TimeRemainingColumn())  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(text, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+class Interrupt:
+    """Whether Ctrl-C was pressed within `first_interrupt`."""
+
+    hit = False
+
+
+@contextlib.contextmanager
+def first_interrupt(stop: Callable[[], None]) -> Iterator[Interrupt]:
+    """Within the block the first Ctrl-C calls `stop`, which ends the work at its next border; a second one raises
+    KeyboardInterrupt."""
+    state = Interrupt()
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or previous in (signal.SIG_IGN, None):
+        yield state
+        return
+
+    def on_signal(number: int, frame: object) -> None:
+        if state.hit:
+            raise KeyboardInterrupt
+        state.hit = True
+        stop()
+
+    signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield state
+    finally:
+        signal.signal(signal.SIGINT, previous)
