@@ -24,6 +24,7 @@ from strata.cpu.backend import CpuBackend
 from strata.options import refuse_unknown
 from strata.pack.experts import expert_layout
 from strata.pack.gguf_file import GgufFile
+from strata.pack.tensors import Tensors
 from strata.records import ChatResult, Result
 from strata.runtime.session import AUTOMATIC_CHECKPOINTS, SessionState
 from strata.session import Prompt, Session
@@ -146,7 +147,7 @@ class Model:
             prefill=arch.trunk_program(g, CELL_ROWS, cells, self.kv, advance=True),
             states=tuple(arch.state_buffers(g, cells, self.kv)),
         )
-        self._backend = CpuBackend(gguf, g, expert_layout(gguf, g.L), programs, threads=threads, pin=pin)
+        self._backend = CpuBackend(Tensors(gguf), g, expert_layout(gguf, g.L), programs, threads=threads, pin=pin)
         self._turn = threading.RLock()
         self._pool_lock = threading.Lock()
         self._free = [SessionState(self._backend, self.context, checkpoints) for _ in range(sessions)]

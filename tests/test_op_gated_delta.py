@@ -1,6 +1,6 @@
 """Gated DeltaNet: convolution, delta rule, commit against numpy, bit by bit."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -174,8 +174,7 @@ def test_a_rejected_window_leaves_no_trace():
     rng, s = np.random.default_rng(3), SIZES[1]
     w, other = Window.make(rng, s, 3), Window.make(rng, s, 8)
     wanted = w.run().y
-    rejected = w.rows(0, 0, w.state)
-    rejected.mixed, rejected.alpha, rejected.beta, rejected.z = other.mixed, other.alpha, other.beta, other.z
+    rejected = replace(other, state=w.state)
     ran = rejected.run()
     state = commit(rejected, ran, 0)
     assert_same(state, w.state)

@@ -49,7 +49,7 @@ class _Verbs(TyperGroup):
     def __init__(self, **settings: Any):
         super().__init__(**settings)
         for name, line in VERBS.items():
-            self.add_command(TyperCommand(name, help=line))
+            self.add_command(TyperCommand(name, help=line, short_help=line))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, known, rest = super().resolve_command(ctx, args)
@@ -90,7 +90,7 @@ def _every_verb(
     version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version.")
     ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print what the library reports, to stderr.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print what the library reports.")] = False,
 ) -> None:
     """Run Mixture-of-Experts language models larger than the GPU, from their GGUF files."""
     handler = logging.StreamHandler(sys.stderr)

@@ -37,7 +37,7 @@ Prefill = Annotated[str, Option(help="auto: chunks of 256 rows; windows: 8 rows 
 
 # ---- answering
 
-MaxTokens = Annotated[int | None, Option("--max-tokens", "-n", help="Longest answer; default: what the context leaves.")]
+MaxTokens = Annotated[int | None, Option("--max-tokens", "-n", help="Longest answer; default: what is left.")]
 Temperature = Annotated[float | None, Option("--temperature", "-t", help="Default: greedy.")]
 TopK = Annotated[int | None, Option(help="Keep the k most likely tokens.")]
 TopP = Annotated[float | None, Option(help="Keep the most likely tokens that reach this mass.")]

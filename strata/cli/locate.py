@@ -48,6 +48,9 @@ def _file_of(path: Path, source: str) -> Path:
     if len(models) != 1:
         found = ", ".join(p.name for p in models[:6]) or "none"
         raise FileError(
-            f"'{path}', the folder of {source}, does not hold one model", found=found, needed="one", advice="Name a file."
+            f"'{path}', the folder of {source}, does not hold one model",
+            found=found,
+            needed="one",
+            advice="Name a file.",
         )
     return models[0]

@@ -8,11 +8,12 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import TextIO
+from typing import Any, TextIO
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
-_PICTURES = {c: 0x2400 + c for c in range(0x20) if c not in (0x09, 0x0A)} | {c: 0xFFFD for c in range(0x7F, 0xA0)}
+_PICTURES = {c: 0x2400 + c for c in range(0x20) if c not in (0x09, 0x0A)}
+_PICTURES |= dict.fromkeys(range(0x7F, 0xA0), 0xFFFD)
 
 
 def is_terminal(stream: TextIO) -> bool:
@@ -59,20 +60,44 @@ def working(text: str) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def progress_bar(text: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, gone when the block ends; gives update(done, total). Silent when stderr is no terminal."""
-    if not is_terminal(sys.stderr):
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+class Bar:
+    """A progress bar on stderr from the first `update` until done reaches the total; nothing when stderr is no
+    terminal. Use it as a context manager, so that it also goes away when the work ends early."""
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
-               TextColumn(unit), TimeRemainingColumn())  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(text, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    def __init__(self, text: str, unit: str):
+        self._text, self._unit = text, unit
+        self._bar: Any = None
+        self._over = not is_terminal(sys.stderr)
+
+    def update(self, done: int, total: int) -> None:
+        if self._over:
+            return
+        if self._bar is None:
+            self._start()
+        self._bar.update(self._task, completed=done, total=total)
+        if done >= total:
+            self.close()
+
+    def _start(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
+                   TextColumn(self._unit), TimeRemainingColumn())  # fmt: skip
+        self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._task = self._bar.add_task(self._text)
+        self._bar.start()
+
+    def close(self) -> None:
+        self._over = True
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Interrupt:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from strata.cli import INTERRUPTED, flags
-from strata.cli.output import first_interrupt, is_terminal, note, progress_bar, write
-from strata.runtime.generate import Cancelled
+from strata.cli.output import Bar, first_interrupt, is_terminal, note, write
 
 if TYPE_CHECKING:
     from strata.model import Model
@@ -59,13 +58,13 @@ def command(
     )  # fmt: skip
     text = sys.stdin.read() if prompt == "-" else prompt
     with flags.loaded(model, context=context, threads=threads, pin=pin, kv=kv, prefill=prefill) as loaded:
-        with progress_bar("reading the prompt", "tokens") as update:
-            tokens = loaded.tokenize(text)
-            stream = loaded.stream(tokens, progress=update if len(tokens) >= BAR_TOKENS else None, **options)
+        tokens = loaded.tokenize(text)
+        with Bar("reading the prompt", "tokens") as bar:
+            stream = loaded.stream(tokens, progress=bar.update if len(tokens) >= BAR_TOKENS else None, **options)
             interrupted = _answer(stream, json_)
         result = stream.result
         if json_:
-            typer.echo(json.dumps(record(loaded, result), ensure_ascii=False))
+            typer.echo(json.dumps(record(loaded, result)))
         else:
             note(summary(result))
     if interrupted:
@@ -74,6 +73,8 @@ def command(
 
 def _answer(stream: TextStream, silent: bool) -> bool:
     """Write the stream's text as it comes; True if Ctrl-C ended it."""
+    from strata.runtime.generate import Cancelled
+
     ended = ""
     with first_interrupt(stream.close) as interrupt, stream:
         try:

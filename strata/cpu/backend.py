@@ -26,8 +26,8 @@ from strata.cpu.pool import Pool
 from strata.cpu.rotary import rotary_table
 from strata.cpu.weights import Weights
 from strata.pack.experts import ExpertLayout
-from strata.pack.gguf_file import GgufFile
 from strata.pack.ngram import NgramTable
+from strata.pack.tensors import Tensors
 
 
 class CpuBackend:
@@ -40,7 +40,7 @@ class CpuBackend:
 
     def __init__(
         self,
-        gguf: GgufFile,
+        tensors: Tensors,
         geometry: Geometry,
         experts: ExpertLayout,
         programs: ProgramSet,
@@ -53,12 +53,12 @@ class CpuBackend:
         context = programs.prefill.buffers["rope"].shape[0]
         table = rotary_table(context, geometry.rotary_dims, geometry.rope_base)
         self.memory = Memory(programs.all(), {"rope": table})
-        self.weights = Weights(gguf, experts)
+        self.weights = Weights(tensors, experts)
         self.pool = Pool(threads, pin=pin, reserve_cores=0)
         self.threads = self.pool.threads
         self._error = np.zeros(ERROR_WORDS, np.int64)
         try:
-            self.ngram = NgramTable(gguf, geometry.ngram, ngram_cache_rows) if geometry.ngram else None
+            self.ngram = NgramTable(tensors.gguf, geometry.ngram, ngram_cache_rows) if geometry.ngram else None
             for program in programs.all():
                 self._lower(program)
             self.memory.allocate()
@@ -189,7 +189,7 @@ class CpuBackend:
         recurrent = sum(b.n_bytes for b in self.programs.states if b.role == "recurrent")
         logits = self.memory.shared["logits"].n_bytes
         lines = [
-            ("weights (mapped)", self.weights.gguf.total_bytes, "used in place from the file's mapping"),
+            ("weights (mapped)", self.weights.tensors.gguf.total_bytes, "used in place from the file's mapping"),
             ("KV cache", cells * sessions, f"{sessions} sessions"),
             ("pooled keys", keys * sessions, f"{sessions} sessions"),
             ("recurrent state", recurrent * sessions + recurrent, f"{sessions} sessions and one chunk's way back"),

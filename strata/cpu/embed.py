@@ -67,11 +67,11 @@ def ngram_wait(a):
 
 
 def lower_embed(c: Lowering, op: Op) -> None:
-    info = c.weights.gguf.info(op.buffers["w"])
+    info = c.weights.tensors.info(op.buffers["w"])
     if c.memory.measuring:
         return
     row = row_kernel(info.format)
-    c.parallel(c.T, embed, c.at(op, "tokens"), c.weights.gguf.address(info.name), info.row_bytes, row, c.at(op, "y"),
+    c.parallel(c.T, embed, c.at(op, "tokens"), c.weights.tensors.address(info.name), info.row_bytes, row, c.at(op, "y"),
                op.consts["C"], op.consts["D"], c.error, op.layer)  # fmt: skip
 
 

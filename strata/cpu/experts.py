@@ -240,11 +240,11 @@ def combine_chunk(a, k, n_chunks):
 
 def _projection(c: Lowering, x: str, layer: int, name: str, K: int, scales: np.ndarray | None) -> list:
     """Five words of GATE, UP or DOWN; x = "" for the down product, whose records the activation phase makes."""
-    info = c.weights.gguf.info(name)
+    info = c.weights.tensors.info(name)
     layout = c.weights.layout(name)
     act, act_bytes = c.records(x, K, layout, layer) if x else (0, layout.record_bytes(K))
     kernels = 0 if c.memory.measuring else c.weights.kernels(info.ggml_type)
-    return [info.format.row_bytes(K), kernels, act, act_bytes, 0 if scales is None else scales]
+    return [info.row_bytes, kernels, act, act_bytes, 0 if scales is None else scales]
 
 
 def _pieces(weight_bytes: int, n_jobs: int, threads: int) -> int:
@@ -257,7 +257,6 @@ def _pieces(weight_bytes: int, n_jobs: int, threads: int) -> int:
 def lower_experts(c: Lowering, op: Op) -> None:
     k, T, x = op.consts, c.T, op.buffers["x"]
     D, K, m = k["D"], k["K"], c.memory
-    layer = c.weights.experts.layers[op.layer]
     scales = c.weights.expert_scales(op.layer)
     entries = T * K
     record: list = [0] * WORDS
@@ -267,7 +266,7 @@ def lower_experts(c: Lowering, op: Op) -> None:
     record[T_], record[E_], record[K_], record[D_] = T, k["E"], K, D
     record[ERROR], record[LAYER], record[POOL] = c.error, op.layer, c.pool
     shared = tuple(op.buffers[f"shared_{part}_w"] for part in ("gate", "up", "down"))
-    routed = tuple(p.tensor.name for p in layer.projections)
+    routed = c.weights.expert_names(op.layer)
     for side, names, width, rows in ((ROUTED, routed, k["F"], entries), (SHARED, shared, k["shared_width"], T)):
         own = "routed" if side == ROUTED else "shared"
         for i, (at, name) in enumerate(zip((GATE, UP, DOWN), names, strict=True)):
@@ -289,7 +288,7 @@ def lower_experts(c: Lowering, op: Op) -> None:
             record[side + TABLE] = (
                 c.weights.expert_table(op.layer)
                 if side == ROUTED
-                else np.array([[c.weights.gguf.address(n) for n in names]], np.int64)
+                else np.array([[c.weights.tensors.address(n) for n in names]], np.int64)
             )
     gather = entries * (record[ROUTED + GATE + 3] + record[ROUTED + UP + 3])
     record[ROUTED + GATHER] = m.scratch("experts.gather", gather)

@@ -98,7 +98,7 @@ def lower_linear(c: Lowering, op: Op) -> None:
     x = op.buffers["x"]
     words, rows, row_bytes = [], [], []
     for name, y in names:
-        info = c.weights.gguf.info(name)
+        info = c.weights.tensors.info(name)
         columns = info.shape[-1]
         act, act_bytes = c.records(x, columns, c.weights.layout(name), op.layer)
         if c.memory.measuring:

@@ -1,4 +1,4 @@
-"""Weights as the CPU sees them: matrices in the file's mapping, small vectors widened to float32, expert tables."""
+"""Weights as the CPU sees them: matrices where they lie, small vectors widened to float32, expert tables."""
 
 from __future__ import annotations
 
@@ -8,45 +8,44 @@ from strata.base.errors import ModelError
 from strata.cpu.gemv.table import ActivationLayout, kernel, layout_of
 from strata.cpu.linear import Matrix
 from strata.pack.experts import ExpertLayout
-from strata.pack.gguf_file import GgufFile
+from strata.pack.formats import format_of
+from strata.pack.tensors import Tensors
 
 KERNEL_ROWS = (1, 2, 3, 4)
+DRAFT_EXPERTS = ("mtp.ffn_gate_exps.weight", "mtp.ffn_up_exps.weight", "mtp.ffn_down_exps.weight")
+"""Experts of the draft layer, whose number is that of the layers."""
 
 
 class Weights:
     """Everything a program's tensor names stand for. No matrix is copied.
 
-    experts  where the routed experts lie
-    Holds the file's mapping, so addresses stay valid as long as this object.
+    tensors  by name, in the file's mapping or held     experts  where the routed experts of the trunk lie
     """
 
-    def __init__(self, gguf: GgufFile, experts: ExpertLayout, tier: int | None = None):
-        self.gguf, self.experts, self.tier = gguf, experts, tier
+    def __init__(self, tensors: Tensors, experts: ExpertLayout, tier: int | None = None):
+        self.tensors, self.experts, self.tier = tensors, experts, tier
         self._vectors: dict[tuple[str, bool], np.ndarray] = {}
         self._kernels: dict[int, np.ndarray] = {}
         self._tables: dict[int, np.ndarray] = {}
-        self._keeper = gguf.keeper()
 
     def layout(self, name: str) -> ActivationLayout:
-        return layout_of(self.gguf.tensors[name].format, self.tier)
+        return layout_of(self.tensors.info(name).format, self.tier)
 
     def kernels(self, ggml_type: int) -> np.ndarray:
         """(4,) int64: addresses of the kernels for 1..4 activation rows."""
         if ggml_type not in self._kernels:
-            from strata.pack.formats import format_of
-
             addresses = [kernel(format_of(ggml_type), R, self.tier) for R in KERNEL_ROWS]
             self._kernels[ggml_type] = np.array(addresses, np.int64)
         return self._kernels[ggml_type]
 
     def matrix(self, name: str) -> Matrix:
         """A 2-D tensor, or a vector as a matrix of one row."""
-        info = self.gguf.info(name)
+        info = self.tensors.info(name)
         rows, columns = info.shape if len(info.shape) == 2 else (1, info.shape[0])
         return Matrix(
             name,
-            self.gguf.address(name),
-            info.format.row_bytes(columns),
+            self.tensors.address(name),
+            info.row_bytes,
             rows,
             columns,
             info.format.name,
@@ -57,7 +56,7 @@ class Weights:
         """A small tensor as contiguous float32; refuses non-finite values, which no window could survive."""
         key = (name, transposed)
         if key not in self._vectors:
-            values = self.gguf.values(name)
+            values = self.tensors.values(name)
             if not np.isfinite(values).all():
                 bad = int(np.argmin(np.isfinite(values.reshape(-1))))
                 raise ModelError(f"tensor {name} holds a non-finite value", found=f"index {bad}", needed="finite numbers",
@@ -69,15 +68,32 @@ class Weights:
     def vector_bytes(self) -> int:
         return sum(v.nbytes for v in self._vectors.values())
 
+    def expert_names(self, layer: int) -> tuple[str, ...]:
+        """Tensors of gate, up and down of a layer's routed experts (gate and up may be one tensor)."""
+        if layer == self.experts.n_layers:
+            return DRAFT_EXPERTS
+        return tuple(p.tensor.name for p in self.experts.layers[layer].projections)
+
     def expert_table(self, layer: int) -> np.ndarray:
         """(E, 3) int64: addresses of gate, up and down of each routed expert."""
         if layer not in self._tables:
-            self._tables[layer] = np.ascontiguousarray(self.experts.addresses[layer])
+            if layer == self.experts.n_layers:
+                self._tables[layer] = self._draft_table()
+            else:
+                self._tables[layer] = np.ascontiguousarray(self.experts.addresses[layer])
         return self._tables[layer]
+
+    def _draft_table(self) -> np.ndarray:
+        columns = []
+        for name in DRAFT_EXPERTS:
+            info = self.tensors.info(name)
+            E, rows = info.shape[:2]
+            columns.append(self.tensors.address(name) + np.arange(E, dtype=np.int64) * rows * info.row_bytes)
+        return np.ascontiguousarray(np.stack(columns, axis=1))
 
     def expert_scales(self, layer: int) -> tuple[np.ndarray, ...] | None:
         """Per projection (E,) float32 output factors, or None where the file has none (all types but NVFP4)."""
-        if all(p.scale is None for p in self.experts.layers[layer].projections):
+        if layer == self.experts.n_layers or all(p.scale is None for p in self.experts.layers[layer].projections):
             return None
         key = (f"scales.{layer}", False)
         if key not in self._vectors:

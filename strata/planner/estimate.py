@@ -6,24 +6,13 @@ where a rate is not measured on the machine, the assumption is listed with the e
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from strata.base.plan import DiskRead, Estimate
 from strata.planner.facts import ModelFacts
-from strata.planner.machine import TIERS, Gpu, Machine
+from strata.planner.machine import Gpu, Machine
+from strata.planner.rates import CpuCosts, Part, product_ms
 from strata.planner.state_bytes import gdn_state_bytes, kv_cell_bytes
-
-CORE_GBPS: dict[str, tuple[float, float, float]] = {
-    "Q8_0": (2.5, 27.0, 29.0), "IQ4_NL": (1.1, 12.6, 25.0), "MXFP4": (1.1, 11.1, 21.0), "Q2_0": (1.0, 12.1, 19.9),
-    "Q4_K": (1.1, 19.0, 24.0), "Q5_K": (1.2, 17.0, 20.0), "Q6_K": (1.3, 17.0, 20.0), "Q3_K": (1.0, 12.0, 16.0),
-    "Q2_K": (0.9, 12.0, 16.0), "IQ3_XXS": (0.8, 5.0, 10.6), "IQ3_S": (0.8, 5.0, 9.5), "IQ2_XXS": (0.7, 4.5, 9.0),
-    "IQ2_XS": (0.7, 4.5, 9.0), "IQ2_S": (0.7, 4.5, 9.0), "IQ1_S": (0.6, 4.0, 7.0), "IQ1_M": (0.6, 4.0, 7.0),
-    "IQ4_XS": (1.1, 12.0, 20.0), "NVFP4": (1.1, 10.0, 18.0), "Q4_0": (1.1, 12.6, 25.0), "Q4_1": (1.1, 12.6, 24.0),
-    "Q5_0": (1.2, 12.0, 22.0), "Q5_1": (1.2, 12.0, 22.0), "BF16": (4.0, 18.0, 26.0), "F16": (4.0, 18.0, 26.0),
-    "F32": (8.0, 26.0, 28.0),
-}  # fmt: skip
-"""GB/s of weight bytes that one core turns into products at one row, by type: portable, avx2, avx512."""
 
 SKEW = 0.4
 """With a ranking but no counts, a share s of the experts is taken to serve s**SKEW of the routed entries."""
@@ -41,18 +30,6 @@ ROTATING_GBPS, ROTATING_READS_PER_S, ROTATING_LATENCY_US = 0.15, 120.0, 8000.0
 
 
 @dataclass(frozen=True)
-class CpuCosts:
-    """Fixed costs of the CPU backend per token, fitted once per kind of machine.
-
-    op_us        per op of the program: dispatch, argument reads, join of the workers
-    value_ns     per value of element-wise work, one thread
-    """
-
-    op_us: float = 1.5
-    value_ns: float = 1.0
-
-
-@dataclass(frozen=True)
 class Residency:
     """Shares of the routed entries by place, with the source of the VRAM share."""
 
@@ -60,25 +37,6 @@ class Residency:
     ram: float
     disk: float
     source: str
-
-
-def core_gbps(kind: str, tier: str) -> float:
-    """Rate of one core on a type; a type without a row counts as the slowest of its tier."""
-    column = TIERS.index(tier)
-    row = CORE_GBPS.get(kind)
-    return row[column] if row else min(r[column] for r in CORE_GBPS.values())
-
-
-def product_ms(parts: Iterable[tuple[str, float]], machine: Machine, threads: int, cached: bool = False) -> float:
-    """Time of products over (type, bytes) parts: `threads` cores at the type's rate, never faster than memory is read.
-
-    cached: the bytes stay in the last-level cache, so that memory is no limit.
-    """
-    total = 0.0
-    for kind, n_bytes in parts:
-        rate = threads * core_gbps(kind, machine.cpu_tier)
-        total += n_bytes / (rate if cached else min(rate, machine.ram_gbps)) / 1e6
-    return total
 
 
 def residency(m: ModelFacts, slots: tuple[int, ...], ram_bytes: int, hit_rate: float | None, ranked: bool) -> Residency:
@@ -181,6 +139,17 @@ def _finish(
     )
 
 
+def dense_parts(m: ModelFacts) -> list[Part]:
+    """Matrices of the trunk and head that every token multiplies, by type; the routed experts are not among them."""
+    return [Part(k, b, c.rows_by_type[k]) for c in (*m.dense, m.head) for k, b in c.by_type.items()]
+
+
+def expert_parts(m: ModelFacts) -> list[Part]:
+    """The routed experts of one token."""
+    K = m.geometry.K
+    return [Part(k, K * b, K * rows) for layer in m.expert_parts for k, b, rows in layer]
+
+
 def estimate_cpu(
     m: ModelFacts,
     machine: Machine,
@@ -190,27 +159,28 @@ def estimate_cpu(
     where: Residency,
     reads: list[DiskRead],
     n_ops: int,
-    costs: CpuCosts | None = None,
+    costs: CpuCosts,
 ) -> Estimate:
     """Decode estimate of the CPU backend. n_ops: ops of trunk, head and commit."""
-    g, costs = m.geometry, costs or CpuCosts()
-    dense = [(k, float(b)) for c in (*m.dense, m.head) for k, b in c.by_type.items()]
-    experts = [(k, g.K * float(b)) for layer in m.expert_parts for k, b in layer]
-    state = 3.0 * gdn_state_bytes(g) + attention_bytes(m, context, kv)
-    read_bytes = sum(b for _, b in dense) + sum(b for _, b in experts) + state
-    cached = m.dense_bytes + m.experts_bytes + state < machine.cache_bytes
-    values = g.L * (6 * g.CD + 8 * g.D) + len(g.gdn_layers) * 4 * g.gdn_channels + len(g.qsa_layers) * 6 * g.H * g.dh
+    g = m.geometry
+    dense, experts = dense_parts(m), expert_parts(m)
+    state_bytes = 3.0 * gdn_state_bytes(g) + attention_bytes(m, context, kv)
+    read_bytes = sum(p.n_bytes for p in (*dense, *experts)) + state_bytes
+    cached = m.dense_bytes + m.experts_bytes + state_bytes < machine.cache_bytes
+    gbps = float("inf") if cached else machine.ram_gbps
+    cells = min(context, g.budget_cells + g.block_cells) if g.block_cells else context
     disk_ms = sum(r.ms_per_token for r in reads if r.what == "experts")
     serial = {
-        "dense weights from RAM": product_ms(dense, machine, threads, cached),
-        "experts from RAM": product_ms(experts, machine, threads, cached) * (1 - where.disk),
-        "state and KV": product_ms([("F32", state)], machine, threads, cached),
-        "ops and joins": n_ops * costs.op_us / 1e3,
-        "element-wise work": values * costs.value_ns / 1e6,
+        "dense weights from RAM": product_ms(dense, costs, threads, gbps),
+        "experts from RAM": (product_ms(experts, costs, threads, gbps) + costs.expert_ms(g, threads)) * (1 - where.disk),
+        "state and attention": max(costs.state_ms(g, cells, threads), state_bytes / gbps / 1e6),
+        "ops and joins": costs.fixed_ms(g, n_ops, threads),
     }
     if disk_ms:
         serial["experts from disk"] = disk_ms
     notes = _notes(machine)
+    if not costs.measured:
+        notes.append(f"{costs.tier} kernels at listed rates")
     if cached:
         notes.append("all weights stay in the CPU's cache")
     sizes = {"ram": read_bytes - where.disk * m.routed_bytes_per_token, "disk": sum(r.bytes_per_token for r in reads)}
@@ -227,7 +197,7 @@ def estimate_gpu(
     kv: str,
     where: Residency,
     reads: list[DiskRead],
-    link_usable: bool,
+    link_usable: bool, costs: CpuCosts,
 ) -> Estimate:
     """Decode bound with a GPU: dense weights from VRAM, then hits, misses on the CPU and the PCIe share side by side."""
     g = m.geometry
@@ -235,7 +205,7 @@ def estimate_gpu(
     state = 3.0 * gdn_state_bytes(g) + attention_bytes(m, context, kv)
     routed = float(m.routed_bytes_per_token)
     hit_bytes, ram_bytes = where.vram * routed, where.ram * routed
-    cpu_ms = product_ms([(k, g.K * float(b)) for layer in m.expert_parts for k, b in layer], machine, threads)
+    cpu_ms = product_ms(expert_parts(m), costs, threads, machine.ram_gbps) + costs.expert_ms(g, threads)
     cpu_gbps = routed / cpu_ms / 1e6
     share = pcie_split(cpu_gbps, gpu.link_gbps, machine.ram_gbps) if link_usable else 0.0
     scale = min(1.0, machine.ram_gbps / (cpu_gbps + gpu.link_gbps)) if share else 1.0

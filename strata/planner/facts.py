@@ -32,13 +32,15 @@ DRAFT_VOCABULARY = 106_299
 
 @dataclass(frozen=True)
 class WeightClass:
-    """Dense weights of one kind. by_type maps the ggml type name to bytes; read_bytes are read for each token."""
+    """Dense weights of one kind. read_bytes are read for each token; by_type and rows_by_type map the ggml type name to
+    bytes and to rows of matrices (vectors and convolutions have none)."""
 
     name: str
     n_tensors: int
     n_bytes: int
     read_bytes: int
     by_type: Mapping[str, int]
+    rows_by_type: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class ModelFacts:
     dense          trunk classes, without embedding, head, experts and n-gram table
     expert_bytes   per layer: bytes of one expert (gate, up, down); never a constant of the file
     expert_types   per layer: (gate, up, down) type names
-    expert_parts   per layer: ((type name, bytes), ...) of one expert, for rates by type
+    expert_parts   per layer: ((type name, bytes, rows), ...) of one expert's projections
     mapped_bytes   all tensors, the n-gram table included
     vector_bytes   norms and other small vectors, widened to float32
     cpu_private_bytes   what the CPU backend's ops ask for besides the programs' buffers
@@ -77,7 +79,7 @@ class ModelFacts:
     head: WeightClass
     expert_bytes: tuple[int, ...]
     expert_types: tuple[tuple[str, str, str], ...]
-    expert_parts: tuple[tuple[tuple[str, int], ...], ...]
+    expert_parts: tuple[tuple[tuple[str, int, int], ...], ...]
     ngram_table_bytes: int
     ngram_row_bytes: int
     ngram_rows: int
@@ -157,12 +159,14 @@ def classify(name: str) -> str:
 
 def _weight_class(name: str, tensors: list[TensorInfo], row_lookup: bool = False) -> WeightClass:
     by_type: dict[str, int] = {}
+    rows: dict[str, int] = {}
     for t in tensors:
         kind = t.format.name
         by_type[kind] = by_type.get(kind, 0) + t.n_bytes
+        rows[kind] = rows.get(kind, 0) + (t.rows if len(t.shape) > 1 and "conv1d" not in t.name else 0)
     n_bytes = sum(t.n_bytes for t in tensors)
     read = sum(t.row_bytes for t in tensors) if row_lookup else n_bytes
-    return WeightClass(name, len(tensors), n_bytes, read, by_type)
+    return WeightClass(name, len(tensors), n_bytes, read, by_type, rows)
 
 
 def draft_facts(
@@ -210,7 +214,7 @@ def model_facts(gguf: GgufFile, geometry: Geometry, cpu_private_bytes: int = 0) 
         in_draft = t.name.startswith("blk.") and int(t.name.split(".", 2)[1]) >= g.L
         classes.setdefault(DRAFT if in_draft else classify(t.name), []).append(t)
     layout = expert_layout(gguf, g.L)
-    parts = tuple(tuple((p.format.name, p.n_bytes) for p in layer.projections) for layer in layout.layers)
+    parts = tuple(tuple((p.format.name, p.n_bytes, p.rows) for p in layer.projections) for layer in layout.layers)
     table = classes.get(NGRAM_TABLE, [])
     head = _weight_class(HEAD, classes.get(HEAD, []))
     head_row = classes[HEAD][0].row_bytes if HEAD in classes else 0
@@ -232,7 +236,7 @@ def model_facts(gguf: GgufFile, geometry: Geometry, cpu_private_bytes: int = 0) 
         embedding=_weight_class(EMBEDDING, classes.get(EMBEDDING, []), row_lookup=True),
         head=head,
         expert_bytes=tuple(layer.blob_bytes for layer in layout.layers),
-        expert_types=tuple(tuple(kind for kind, _ in layer) for layer in parts),
+        expert_types=tuple(tuple(kind for kind, _, _ in layer) for layer in parts),
         expert_parts=parts,
         ngram_table_bytes=sum(t.n_bytes for t in table),
         ngram_row_bytes=table[0].row_bytes if table else 0,

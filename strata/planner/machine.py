@@ -69,6 +69,7 @@ class Machine:
 
     ram_available_bytes  free and cheaply freed (page cache); control-group limits are already applied
     usable_cores         physical cores this process may keep busy: affinity and CPU quota applied
+    cpu_tier             what the CPU offers; kernel_tier: what the CPU backend's kernels use of it
     ram_gbps             read rate of all usable cores together
     cache_bytes          last-level cache
     """
@@ -86,6 +87,7 @@ class Machine:
     numa_nodes: int
     cpu_name: str
     cpu_tier: str
+    kernel_tier: str
     page_bytes: int
     disk: Disk | None
     wsl: bool
@@ -126,6 +128,7 @@ class Machine:
             numa_nodes=probes.numa_nodes(),
             cpu_name=probes.cpu_name() or "unknown CPU",
             cpu_tier=cpu_tier(),
+            kernel_tier=kernel_tier(),
             page_bytes=os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096,
             disk=disk_of(path) if path is not None else None,
             wsl=probes.is_wsl(),
@@ -199,6 +202,7 @@ class Machine:
             numa_nodes=1,
             cpu_name="described CPU",
             cpu_tier=cpu_tier,
+            kernel_tier=cpu_tier,
             page_bytes=4096,
             disk=Disk(
                 "",
@@ -228,6 +232,13 @@ def cpu_tier() -> str:
         except RuntimeError:
             on = set()
     return "avx512" if on >= TIER_512 | TIER_256 else "avx2" if on >= TIER_256 else "portable"
+
+
+def kernel_tier() -> str:
+    """The fastest tier that the CPU backend has kernels for on this CPU."""
+    from strata.cpu.gemv.table import best_tier
+
+    return {0: "portable", 256: "avx2", 512: "avx512"}[best_tier()]
 
 
 def disk_of(path: str | Path) -> Disk | None:

@@ -8,11 +8,16 @@ from pathlib import Path
 
 from strata.arch import architecture_of
 from strata.base.errors import BadArgument
-from strata.base.geometry import CELL_ROWS, Geometry
+from strata.base.geometry import CELL_ROWS, WINDOW_ROWS, Geometry
 from strata.base.plan import Plan
+from strata.cpu.lower import Lowering, Memory
+from strata.cpu.weights import Weights
+from strata.pack.experts import expert_layout
 from strata.pack.gguf_file import GgufFile
+from strata.pack.profile import read_profile
+from strata.pack.tensors import Tensors
+from strata.planner.calibrate import measure_costs, types_of
 from strata.planner.estimate import (
-    CpuCosts,
     disk_reads,
     estimate_cpu,
     estimate_gpu,
@@ -23,6 +28,7 @@ from strata.planner.machine import Gpu, Machine
 from strata.planner.needs import architecture
 from strata.planner.options import PlanOptions, make_options
 from strata.planner.pricing import Priced, draft_of, largest_context, price
+from strata.planner.rates import CpuCosts
 from strata.planner.remedies import remedies, slots_per_gib
 
 SHOWN_CONTEXT = 4096
@@ -104,11 +110,12 @@ def plan(
     where = residency(model, priced.allotment.slots, priced.ram_expert_bytes, o.hit_rate, o.profile is not None)
     cached = min(1.0, priced.spare_ram_bytes / model.ngram_table_bytes) if model.ngram_table_bytes else 1.0
     reads = disk_reads(model, machine, where, cached)
+    costs = costs or CpuCosts(machine.kernel_tier)
     if gpu is None:
         estimate = estimate_cpu(model, machine, threads, context, priced.kv, where, reads, count_ops(g), costs)
     else:
         link = priced.experts in ("pinned", "resident")
-        estimate = estimate_gpu(model, machine, gpu, threads, context, priced.kv, where, reads, link)
+        estimate = estimate_gpu(model, machine, gpu, threads, context, priced.kv, where, reads, link, costs)
     if where.disk > 0:
         notes.append(
             f"disk-bound: {where.disk:.0%} of the routed experts come from disk, at most "
@@ -196,19 +203,35 @@ def read_facts(path: str | Path) -> ModelFacts:
         arch = architecture_of(gguf)
         geometry = arch.read_geometry(gguf)
         arch.check_contract(gguf, geometry)
-        return model_facts(gguf, geometry)
+        return model_facts(gguf, geometry, cpu_private_bytes(gguf, geometry))
 
 
-def plan_file(path: str | Path, *, machine: Machine | None = None, **options: object) -> Plan:
+def cpu_private_bytes(gguf: GgufFile, geometry: Geometry) -> int:
+    """Bytes that the CPU backend's ops ask for besides the programs' buffers: the same walk that the backend makes."""
+    arch = architecture_of(gguf)
+    programs = [
+        arch.trunk_program(geometry, WINDOW_ROWS, CELL_ROWS, "f16"),
+        arch.head_program(geometry, WINDOW_ROWS),
+        arch.commit_program(geometry, WINDOW_ROWS, CELL_ROWS, "f16"),
+        arch.trunk_program(geometry, CELL_ROWS, CELL_ROWS, "f16", advance=True),
+    ]
+    memory, weights = Memory(programs, {}), Weights(Tensors(gguf), expert_layout(gguf, geometry.L))
+    for program in programs:
+        Lowering(program, memory, weights, 0, 1, 0).run()
+    return sum(memory.private_bytes.values())
+
+
+def plan_file(path: str | Path, *, machine: Machine | None = None, measure: bool = False, **options: object) -> Plan:
     """Plan the load of a GGUF file (any shard) on `machine`, this one by default. Reads headers only.
 
-    options are those of PlanOptions; `profile` may be the path of a profile file. Raises FileError or ModelError for a
-    file that cannot be planned, BadArgument for options.
+    measure  time the CPU kernels of the file's types on this machine instead of taking listed rates
+    options  those of PlanOptions; `profile` may be the path of a profile file
+
+    Raises FileError or ModelError for a file that cannot be planned, BadArgument for options.
     """
     facts = read_facts(path)
     profile = options.get("profile")
     if isinstance(profile, str | Path):
-        from strata.pack.profile import read_profile
-
         options = {**options, "profile": read_profile(profile, facts.geometry.L, facts.geometry.E)}
-    return plan(facts, machine or Machine.here(path, measure=True), make_options(**options))
+    costs = measure_costs(types_of(facts)) if measure else None
+    return plan(facts, machine or Machine.here(path, measure=True), make_options(**options), costs=costs)

@@ -234,7 +234,7 @@ def _own_buffers(
 
 def price_gpu(m: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, context: int) -> Priced:
     """The configuration on a GPU, with its RAM side."""
-    g, kv = m.geometry, kv_format(o.kv, context)
+    g, kv = m.geometry, kv_format(o.kv, context, m.geometry.dh)
     free = vram_free_bytes(gpu, o)
     lines = needs.gpu_fixed_lines(m, context, kv, o.sessions, draft_of(m, o))
     sizes = slot_sizes(m.expert_bytes)
@@ -355,7 +355,7 @@ def _ram_beside_gpu(m: ModelFacts, machine: Machine, o: PlanOptions, host: list[
 
 def price_cpu(m: ModelFacts, machine: Machine, o: PlanOptions, context: int) -> Priced:
     """The configuration on the CPU backend: weights stay pages of the file."""
-    kv = kv_format(o.kv, context)
+    kv = kv_format(o.kv, context, m.geometry.dh)
     chunk = 0 if o.prefill == "windows" else CELL_ROWS
     free, floor = ram_free_bytes(machine, o), ram_floor_bytes(machine)
     ngram_rows = _ngram_rows(o, NGRAM_ROWS_CPU)

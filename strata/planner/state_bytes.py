@@ -20,10 +20,12 @@ def round_context(context: int) -> int:
     return -(-context // CELL_ROWS) * CELL_ROWS
 
 
-def kv_format(kv: str, context: int) -> str:
-    """The format that `kv` ("auto", "f16", "int8") means at this context."""
+def kv_format(kv: str, context: int, head_size: int = KV_GROUP) -> str:
+    """The format that `kv` ("auto", "f16", "int8") means at this context and size of attention heads."""
     need(kv in ("auto", *KV_FORMATS), f"unknown KV format {kv!r}", needed="auto, f16 or int8")
-    return kv if kv != "auto" else "f16" if context <= F16_CONTEXT else "int8"
+    whole = head_size % KV_GROUP == 0
+    need(kv != "int8" or whole, "the int8 KV format needs whole groups of 64 values", found=f"heads of {head_size}")
+    return kv if kv != "auto" else "f16" if context <= F16_CONTEXT or not whole else "int8"
 
 
 def kv_cell_bytes(g: Geometry, kv: str) -> int:
@@ -31,7 +33,6 @@ def kv_cell_bytes(g: Geometry, kv: str) -> int:
     values = g.Hkv * g.dh
     if kv == "f16":
         return 2 * values * 2
-    need(g.dh % KV_GROUP == 0, "the int8 KV format needs head sizes that are multiples of 64", found=g.dh)
     return 2 * (values + values // KV_GROUP * 2)
 
 

@@ -127,8 +127,8 @@ def relative_rms(found: np.ndarray, exact: np.ndarray) -> float:
 
 def assert_accurate(found: np.ndarray, exact: np.ndarray, bound: float, what: str) -> None:
     error = relative_rms(found, exact)
-    print(f"{what}: relative RMS {error:.2e} (bound {bound:.0e})")
-    assert error < bound, f"{what}: relative RMS {error:.3e}, bound {bound:.0e}"
+    print(f"{what}: relative RMS {error:.2e} (bound {bound:.1e})")
+    assert error < bound, f"{what}: relative RMS {error:.3e}, bound {bound:.1e}"
 
 
 def plain(rng: np.random.Generator, *shape: int) -> np.ndarray:

@@ -34,11 +34,10 @@ def _read(name, ir_type, result, widen=None):
     return intrinsic(typer)
 
 
-def _write(name, ir_type, value_type, narrow=False):
+def _write(name, ir_type, value_type):
     def typer(typingctx, base, offset, value):
         def generate(context, builder, signature, arguments):
             base, offset, value = arguments
-            value = builder.trunc(value, ir_type) if narrow else value
             builder.store(value, _place(builder, base, offset, ir_type), align=1)
             return context.get_dummy_value()
 
@@ -54,7 +53,6 @@ short = _read("short", _i16, types.int32, "zext")
 word = _read("word", _i32, types.int32)
 long = _read("long", _i64, types.int64)
 real = _read("real", _f32, types.float32)
-set_byte = _write("set_byte", _i8, types.int32, narrow=True)
 set_word = _write("set_word", _i32, types.int32)
 set_long = _write("set_long", _i64, types.int64)
 set_real = _write("set_real", _f32, types.float32)
@@ -71,23 +69,6 @@ def stack(typingctx, n_bytes):
         return builder.ptrtoint(space, _i64)
 
     return types.int64(types.literal(count)), generate
-
-
-@intrinsic
-def dot4(typingctx, a, b):
-    """Sum of the products of the four signed bytes of two words."""
-
-    def generate(context, builder, signature, arguments):
-        total = None
-        for k in range(4):
-            x, y = (
-                builder.ashr(builder.shl(v, ir.Constant(_i32, 24 - 8 * k)), ir.Constant(_i32, 24)) for v in arguments
-            )
-            product = builder.mul(x, y)
-            total = product if total is None else builder.add(total, product)
-        return total
-
-    return types.int32(types.int32, types.int32), generate
 
 
 _TOPS, _TOPS8 = I(-0x7F7F7F80), -0x7F7F7F7F7F7F7F80

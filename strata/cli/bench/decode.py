@@ -1,0 +1,257 @@
+"""strata bench decode: tokens/s of decode and prefill, and where a token's time goes."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from importlib.metadata import version as version_of
+from importlib.resources import files
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+
+import strata
+from strata.base.errors import need
+from strata.base.geometry import CELL_ROWS, CONTEXT_RESERVE
+from strata.cli import flags
+from strata.cli.bench.timing import TimedBackend, TimedText, empty_job_us
+from strata.cli.output import Bar, working
+from strata.planner.machine import Machine
+from strata.runtime.generate import Generation
+from strata.runtime.sampling import SamplingParams
+from strata.runtime.session import SessionState
+from strata.streams import TextStream
+from strata.text.stop import TextStop
+
+if TYPE_CHECKING:
+    from strata.model import Model
+
+PROMPT_TOKENS = 64
+"""What decode starts from; short, so that a repeat is mostly decode."""
+WARM_UP_TOKENS = 32
+
+
+def command(
+    model: flags.Model = None,
+    tokens: Annotated[int, typer.Option("--tokens", "-n", help="Tokens decoded in a repeat.")] = 256,
+    prefill_tokens: Annotated[int, typer.Option(help="Prompt tokens read in a repeat.")] = 1024,
+    repeat: Annotated[int, typer.Option("--repeat", "-r", help="Repeats; medians and spread are reported.")] = 5,
+    ops: Annotated[bool, typer.Option("--ops", help="Add the time of each kind of op.")] = False,
+    context: flags.Context = None,
+    threads: flags.Threads = None,
+    pin: flags.Pin = False,
+    kv: flags.Kv = "auto",
+    prefill: flags.Prefill = "auto",
+    json_: flags.Json = False,
+) -> None:
+    """Measure greedy decode and prefill of a stored text, and split a token's time.
+
+    kernels: compiled ops. join: handing jobs to threads and waiting for their end, as jobs a token times the measured
+    cost of an empty job (waiting for a slower thread counts as kernels). text: tokens to characters, stop strings.
+    Python: everything else, in the backend's entry points and in the generate loop.
+    """
+    for name, value, least in (("--tokens", tokens, 2), ("--prefill-tokens", prefill_tokens, 2), ("--repeat", repeat, 1)):
+        need(value >= least, f"{name} is too small", found=value, needed=f">= {least}")
+    cells = max(PROMPT_TOKENS + tokens, prefill_tokens) + CONTEXT_RESERVE + 1
+    context = context if context is not None else -(-cells // CELL_ROWS) * CELL_ROWS
+    need(context >= cells, "--context is too small for this bench", found=context, needed=f">= {cells}")
+    load_average = os.getloadavg()[0]
+    with flags.loaded(model, context=context, threads=threads, pin=pin, kv=kv, prefill=prefill) as loaded:
+        bench = Bench(loaded)
+        with working("warming up"):
+            bench.decode(WARM_UP_TOKENS, profile=False)
+            bench.prefill(min(prefill_tokens, 2 * CELL_ROWS))
+        with Bar("measuring", "repeats") as bar:
+            plain, split, reading = [], [], []
+            for i in range(repeat):
+                bar.update(i, repeat)
+                plain.append(bench.decode(tokens, profile=False))
+                split.append(bench.decode(tokens, profile=True))
+                reading.append(bench.prefill(prefill_tokens))
+        report = {
+            "command": " ".join(["strata", *sys.argv[1:]]),
+            "model": str(loaded.stats()["file"]),
+            "backend": loaded.stats()["backend"],
+            "threads": loaded.stats()["threads"],
+            "kv": loaded.kv,
+            "context": loaded.context,
+            "load_s": round(loaded.load_seconds, 2),
+            "machine": _machine() | {"load_average_before": round(load_average, 2)},
+            "versions": _versions(),
+            "decode": {
+                "tokens": tokens,
+                "repeats": repeat,
+                "tokens_per_s": _spread([1e6 / s.wall_us for s in plain]),
+                "cpu_threads_busy": round(statistics.median(s.busy for s in plain), 2),
+                "us_per_token": _split(split),
+                "profiled_tokens_per_s": _spread([1e6 / s.wall_us for s in split]),
+                "jobs_per_token": round(statistics.median(s.jobs for s in split), 1),
+                "empty_job_us": round(statistics.median(s.empty_job_us for s in split), 3),
+            },
+            "prefill": {"tokens": prefill_tokens, "mode": prefill, "tokens_per_s": _spread(reading)},
+            "ops_us_per_token": _ops(split),
+        }
+    typer.echo(json.dumps(report, indent=2) if json_ else "\n".join(_text(report, ops)))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One repeat of decode; times in us a token.
+
+    wall     from asking for a chunk of the stream to the next          backend  inside the backend's entry points
+    walk     inside compiled programs (0 unless profiled)               text     detokeniser and stop strings
+    jobs     jobs shared by the pool's threads, a token                 empty_job_us  cost of one without work
+    busy     CPU seconds a second of all threads                        ops      walk by kind of op
+    """
+
+    wall_us: float
+    backend_us: float
+    walk_us: float
+    text_us: float
+    jobs: float
+    empty_job_us: float
+    busy: float
+    ops: dict[str, float]
+
+    @property
+    def join_us(self) -> float:
+        return min(self.jobs * self.empty_job_us, self.walk_us)
+
+    def parts(self) -> dict[str, float]:
+        """The split; its five parts add up to the wall time."""
+        return {
+            "wall": self.wall_us,
+            "kernels": self.walk_us - self.join_us,
+            "join": self.join_us,
+            "python_backend": self.backend_us - self.walk_us,
+            "python_loop": self.wall_us - self.backend_us - self.text_us,
+            "text": self.text_us,
+        }
+
+
+class Bench:
+    """A model's backend under clocks, with a session of its own."""
+
+    def __init__(self, model: Model):
+        self.model, self.inner = model, model._backend
+        self.backend = TimedBackend(self.inner)
+        self.state = SessionState(self.backend, model.context, checkpoints=0)
+        text = files("strata.cli.bench").joinpath("prompt.txt").read_text(encoding="utf-8")
+        self.tokens = model.tokenize(text, special=False)
+
+    def prompt(self, n: int) -> np.ndarray:
+        """The first n tokens of the stored text, repeated where it is shorter."""
+        return np.resize(self.tokens, n)
+
+    def decode(self, n_tokens: int, profile: bool) -> Sample:
+        """Decode n_tokens greedily; the prompt and the first token are not timed."""
+        self.state.clear()
+        text = TimedText(TextStop(self.model.tokenizer, (), ()))
+        generation = Generation(
+            self.state, self.prompt(PROMPT_TOKENS), SamplingParams().seeded(), n_tokens + 1, text, lambda: text.stopped,
+            windows_only=self.model.windows_only,
+        )  # fmt: skip
+        stream = TextStream(generation, text, self.model.turn, lambda: None)
+        next(stream)
+        if profile:
+            self.inner.profile(True)
+        jobs = self.inner.pool.stats()
+        backend_s, text_s = self.backend.clock.seconds, text.clock.seconds
+        cpu_s, began = time.process_time(), time.perf_counter()
+        for _ in stream:
+            pass
+        wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_s
+        backend_s, text_s = self.backend.clock.seconds - backend_s, text.clock.seconds - text_s
+        after = self.inner.pool.stats()
+        n_jobs, n_chunks = after["jobs"] - jobs["jobs"], after["chunks"] - jobs["chunks"]
+        op_ns = self.inner.op_times() if profile else {}
+        if profile:
+            self.inner.profile(False)
+        us = 1e6 / n_tokens
+        return Sample(
+            wall_us=wall_s * us,
+            backend_us=backend_s * us,
+            walk_us=sum(op_ns.values()) / 1e9 * us,
+            text_us=text_s * us,
+            jobs=n_jobs / n_tokens,
+            empty_job_us=empty_job_us(self.inner.pool, round(n_chunks / n_jobs)) if profile and n_jobs else 0.0,
+            busy=cpu_s / wall_s,
+            ops={kind: ns / 1e9 * us for kind, ns in op_ns.items()},
+        )
+
+    def prefill(self, n_tokens: int) -> float:
+        """Tokens/s of reading a prompt into an empty state."""
+        self.state.clear()
+        tokens = self.prompt(n_tokens)
+        began = time.perf_counter()
+        with self.model.turn():
+            self.state.read(tokens, windows_only=self.model.windows_only)
+        return n_tokens / (time.perf_counter() - began)
+
+
+# ---- report
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {name: round(f(values), 2) for name, f in (("median", statistics.median), ("min", min), ("max", max))}
+
+
+def _split(samples: list[Sample]) -> dict[str, float]:
+    """The split of the repeat whose wall time is the median, so that the parts add up."""
+    middle = sorted(samples, key=lambda s: s.wall_us)[len(samples) // 2]
+    return {name: round(us, 2) for name, us in middle.parts().items()}
+
+
+def _ops(samples: list[Sample]) -> dict[str, float]:
+    medians = {kind: statistics.median(s.ops[kind] for s in samples) for kind in samples[0].ops}
+    return {kind: round(us, 2) for kind, us in sorted(medians.items(), key=lambda item: -item[1]) if us > 0}
+
+
+def _machine() -> dict[str, Any]:
+    here = asdict(Machine.here(measure=False))
+    return {name: here[name] for name in ("cpu_name", "physical_cores", "logical_cores", "usable_cores")}
+
+
+def _versions() -> dict[str, str]:
+    names = ("numpy", "numba", "llvmlite")
+    return {"strata": strata.__version__, "python": platform.python_version(), **{n: version_of(n) for n in names}}
+
+
+def _text(report: dict[str, Any], ops: bool) -> list[str]:
+    machine, decode, reading = report["machine"], report["decode"], report["prefill"]
+    parts = decode["us_per_token"]
+    versions = ", ".join(f"{name} {v}" for name, v in report["versions"].items())
+    lines = [
+        f"command    {report['command']}",
+        f"model      {report['model']}",
+        f"machine    {machine['cpu_name']}, {machine['physical_cores']} cores ({machine['usable_cores']} usable), "
+        f"load average {machine['load_average_before']} before",
+        f"backend    {report['backend']}, {report['threads']} threads, kv {report['kv']}, context {report['context']}",
+        f"versions   {versions}",
+        "",
+        f"decode     {_rate(decode['tokens_per_s'])}, {decode['repeats']} x {decode['tokens']} tokens, "
+        f"{decode['cpu_threads_busy']} CPUs busy",
+        f"prefill    {_rate(reading['tokens_per_s'])}, {decode['repeats']} x {reading['tokens']} tokens ({reading['mode']})",
+        "",
+        f"one token  {parts['wall']:.0f} us while profiled ({_rate(decode['profiled_tokens_per_s'])})",
+    ]
+    jobs = f"{decode['jobs_per_token']:.0f} jobs of {decode['empty_job_us']:.2f} us"
+    python = parts["python_backend"] + parts["python_loop"]
+    inside = f"backend entry {parts['python_backend']:.0f} us, loop {parts['python_loop']:.0f} us"
+    for name, us, detail in (("kernels", parts["kernels"], ""), ("join", parts["join"], jobs),
+                             ("Python", python, inside), ("text", parts["text"], "")):  # fmt: skip
+        lines.append(f"  {name:<9}{us:>9.1f} us  {100 * us / parts['wall']:>5.1f} %  {detail}".rstrip())
+    if ops:
+        lines += ["", "op (join included)"]
+        lines += [f"  {kind:<18}{us:>9.1f} us" for kind, us in report["ops_us_per_token"].items()]
+    return lines
+
+
+def _rate(spread: dict[str, float]) -> str:
+    return f"{spread['median']:.1f} tokens/s (from {spread['min']:.1f} to {spread['max']:.1f})"

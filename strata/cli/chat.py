@@ -1,0 +1,147 @@
+"""strata chat: a conversation, one line a message."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from strata.base.errors import StrataError
+from strata.cli import INTERRUPTED, flags
+from strata.cli.output import Bar, first_interrupt, is_terminal, note, write
+from strata.cli.run import summary
+
+if TYPE_CHECKING:
+    from strata.model import Model
+    from strata.records import ChatResult
+
+HELP = "/quit leaves, /reset forgets the conversation, /think switches thinking, /help says this."
+
+
+def command(
+    model: flags.Model = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    think: Annotated[bool | None, typer.Option("--think/--no-think", help="Default: the template's own.")] = None,
+    max_tokens: flags.MaxTokens = None,
+    temperature: flags.Temperature = None,
+    top_k: flags.TopK = None,
+    top_p: flags.TopP = None,
+    min_p: flags.MinP = None,
+    repetition_penalty: flags.RepetitionPenalty = None,
+    presence_penalty: flags.PresencePenalty = None,
+    frequency_penalty: flags.FrequencyPenalty = None,
+    penalty_last_n: flags.PenaltyLastN = None,
+    logit_bias: flags.LogitBias = None,
+    seed: flags.Seed = None,
+    stop: flags.Stop = None,
+    context: flags.Context = None,
+    threads: flags.Threads = None,
+    pin: flags.Pin = False,
+    kv: flags.Kv = "auto",
+    prefill: flags.Prefill = "auto",
+) -> None:
+    """Talk with a model. Each line is a message; /quit, /reset, /think and /help are commands.
+
+    On a terminal, reasoning is shown dim; in a pipe only answers are written, one after another. Ctrl-C ends an answer,
+    and between answers the program (exit status 130).
+    """
+    options = flags.answer_options(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
+        penalty_last_n=penalty_last_n, logit_bias=logit_bias, seed=seed, stop=stop,
+    )  # fmt: skip
+    with flags.loaded(model, context=context, threads=threads, pin=pin, kv=kv, prefill=prefill) as loaded:
+        Conversation(loaded, system, think, options).talk()
+
+
+class Conversation:
+    """Messages so far and whether the model shall think (None: as its template does)."""
+
+    def __init__(self, model: Model, system: str | None, thinking: bool | None, options: dict[str, Any]):
+        self.model, self.system, self.thinking, self.options = model, system, thinking, options
+        self.watched = is_terminal(sys.stdin) and is_terminal(sys.stdout)
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
+
+    def talk(self) -> None:
+        """Answer lines of stdin until it ends or /quit. In a pipe the first error ends the talk."""
+        note(HELP)
+        for line in _lines(self.watched):
+            if line.startswith("/"):
+                if line == "/quit":
+                    return
+                self._obey(line)
+            elif line.strip():
+                try:
+                    interrupted = self._answer(line)
+                except StrataError as error:
+                    if not self.watched:
+                        raise
+                    typer.echo(f"strata chat: {error}", err=True)
+                    continue
+                if interrupted and not self.watched:
+                    raise typer.Exit(INTERRUPTED)
+
+    def _obey(self, line: str) -> None:
+        if line == "/reset":
+            self.reset()
+            self._tell("the conversation is forgotten")
+        elif line == "/think":
+            # Templates of this form think unless they are told not to.
+            self.thinking = self.thinking is False
+            self._tell(f"thinking is {'on' if self.thinking else 'off'}")
+        else:
+            self._tell(HELP if line == "/help" else f"no command {line}. {HELP}")
+
+    def _tell(self, text: str) -> None:
+        typer.echo(text, err=True)
+
+    def _answer(self, line: str) -> bool:
+        """Stream the answer to a message; both become history, also where Ctrl-C ended the answer (then True)."""
+        from strata.runtime.generate import Cancelled
+
+        messages = [*self.messages, {"role": "user", "content": line}]
+        with Bar("reading the conversation", "tokens") as bar:
+            stream = self.model.chat(
+                messages, thinking=self.thinking, stream=True, progress=self._long(bar), **self.options
+            )
+            with first_interrupt(stream.close) as interrupt, stream, contextlib.suppress(Cancelled):
+                kind = ""
+                for chunk in stream:
+                    if chunk.text and (chunk.kind != "reasoning" or self.watched):
+                        if kind == "reasoning" and chunk.kind != kind:
+                            write("\n\n")
+                        kind = chunk.kind
+                        write(chunk.text, dimmed=kind == "reasoning")
+        write("\n")
+        result: ChatResult = stream.result
+        self.messages = [*messages, result.message]
+        note(summary(result))
+        return interrupt.hit
+
+    def _long(self, bar: Bar) -> Any:
+        """Progress for what takes more than a moment to read."""
+        from strata.cli.run import BAR_TOKENS
+
+        return lambda done, total: bar.update(done, total) if total >= BAR_TOKENS else None
+
+
+def _lines(watched: bool) -> Iterator[str]:
+    """Messages: typed with editing and history on a terminal, else the lines of stdin."""
+    if not watched:
+        for line in sys.stdin:
+            yield line.rstrip("\n")
+        return
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  # gives input() editing and history
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            typer.echo()
+            return

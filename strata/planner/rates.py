@@ -1,0 +1,106 @@
+"""What the CPU backend's ops cost: kernel rates by type and tier, and the costs of everything that is no product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from strata.base.geometry import Geometry
+from strata.planner.machine import TIERS
+
+CORE_GBPS: dict[str, tuple[float, float, float]] = {
+    "Q8_0": (8.4, 27.0, 29.0), "IQ4_NL": (2.0, 12.6, 25.0), "MXFP4": (2.0, 11.1, 21.0), "Q2_0": (1.1, 12.1, 19.9),
+    "Q4_K": (4.1, 19.0, 24.0), "Q5_K": (3.7, 17.0, 20.0), "Q6_K": (4.1, 17.0, 20.0), "Q3_K": (2.0, 12.0, 16.0),
+    "Q2_K": (2.1, 12.0, 16.0), "IQ3_XXS": (2.4, 5.0, 10.6), "IQ3_S": (2.0, 5.0, 9.5), "IQ2_XXS": (1.9, 4.5, 9.0),
+    "IQ2_XS": (1.8, 4.5, 9.0), "IQ2_S": (1.8, 4.5, 9.0), "IQ1_S": (1.2, 4.0, 7.0), "IQ1_M": (1.0, 4.0, 7.0),
+    "IQ4_XS": (2.0, 12.0, 20.0), "NVFP4": (2.2, 10.0, 18.0), "Q4_0": (3.3, 12.6, 25.0), "Q4_1": (3.6, 12.6, 24.0),
+    "Q5_0": (2.8, 12.0, 22.0), "Q5_1": (3.0, 12.0, 22.0), "BF16": (18.0, 18.0, 26.0), "F16": (15.5, 18.0, 26.0),
+    "F32": (26.0, 26.0, 28.0),
+}  # fmt: skip
+"""GB/s of weight bytes that one core turns into products at one row of 2,560 values: portable, avx2, avx512."""
+
+ROW_NS = {"portable": (15.0, 45.0), "avx2": (8.0, 20.0), "avx512": (8.0, 20.0)}
+"""Cost of one matrix row besides its bytes (sums across lanes, loop), for quantised and for float types."""
+
+FLOAT_TYPES = ("F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Products of one type: bytes and rows of the matrices."""
+
+    kind: str
+    n_bytes: float
+    rows: float
+
+
+@dataclass(frozen=True)
+class CpuCosts:
+    """Costs of one core. The constants were fitted on two models of different size; see `docs/planning.md`.
+
+    tier            kernel tier of the listed rates
+    core_gbps       measured rates by type, instead of the listed ones
+    row_ns          measured cost of a row by type
+    gdn_ns          a window's step, per value of recurrent state; commit_ns for its commit
+    attend_ns       per attended cell and value of all query heads
+    hc_ns           hyper-connection reads and adds, per value of the streams
+    element_ns      other element-wise work, per value
+    expert_ns       activation, quantisation and combine, per value of an expert's width and output
+    op_us, join_us  per op, and per op that several threads share
+    host_us         Python around a window
+    """
+
+    tier: str = "portable"
+    core_gbps: Mapping[str, float] = field(default_factory=dict)
+    row_ns: Mapping[str, float] = field(default_factory=dict)
+    gdn_ns: float = 0.78
+    commit_ns: float = 0.55
+    attend_ns: float = 1.4
+    hc_ns: float = 3.2
+    element_ns: float = 4.0
+    expert_ns: float = 20.0
+    op_us: float = 0.3
+    join_us: float = 1.0
+    host_us: float = 60.0
+
+    @property
+    def measured(self) -> bool:
+        return bool(self.core_gbps)
+
+    def gbps(self, kind: str) -> float:
+        """Rate of one core on a type; an unlisted type counts as the slowest of the tier."""
+        if kind in self.core_gbps:
+            return self.core_gbps[kind]
+        column = TIERS.index(self.tier)
+        row = CORE_GBPS.get(kind)
+        return row[column] if row else min(r[column] for r in CORE_GBPS.values())
+
+    def row(self, kind: str) -> float:
+        return self.row_ns.get(kind, ROW_NS[self.tier][kind in FLOAT_TYPES])
+
+    def state_ms(self, g: Geometry, cells: int, threads: int) -> float:
+        """Recurrence with its commit, and attention over `cells` cells; heads are shared among threads."""
+        state = len(g.gdn_layers) * g.gdn_value_heads * g.gdn_key_dim * g.gdn_value_dim
+        attended = len(g.qsa_layers) * cells * g.H * g.dh
+        return (state * (self.gdn_ns + self.commit_ns) + attended * self.attend_ns) / threads / 1e6
+
+    def expert_ms(self, g: Geometry, threads: int) -> float:
+        """What an expert costs besides its products."""
+        return g.L * (g.K + 1) * (g.F + g.D) * self.expert_ns / threads / 1e6
+
+    def fixed_ms(self, g: Geometry, n_ops: int, threads: int) -> float:
+        """Everything that one thread does alone, dispatch and Python."""
+        hc = (2 * g.L + 1) * g.CD * self.hc_ns
+        other = len(g.gdn_layers) * g.gdn_channels + len(g.qsa_layers) * 2 * g.H * g.dh + g.L * g.D
+        other += 3 * g.CD if g.ngram is not None else 0
+        joins = n_ops * (self.op_us + (self.join_us if threads > 1 else 0.0))
+        return (hc + other * self.element_ns) / 1e6 + (joins + self.host_us) / 1e3
+
+
+def product_ms(parts: Iterable[Part], costs: CpuCosts, threads: int, memory_gbps: float) -> float:
+    """Time of products: `threads` cores at their types' rates, never faster than memory is read (inf: in the cache)."""
+    total = 0.0
+    for p in parts:
+        compute = (p.n_bytes / costs.gbps(p.kind) + p.rows * costs.row(p.kind)) / threads
+        total += max(compute, p.n_bytes / memory_gbps)
+    return total / 1e6
