@@ -37,7 +37,8 @@ def main(arguments: list[str] | None = None) -> None:
                 pass  # leaving the with block ends the generation
         result = stream.result
 
-    print(f"\n\n{len(result.tokens)} tokens, first after {result.timings.first_token_ms:.0f} ms, {result.finish_reason}")
+    first_ms = result.timings.first_token_ms
+    print(f"\n\n{len(result.tokens)} tokens, the first after {first_ms:.0f} ms, ended by {result.finish_reason}")
 
 
 if __name__ == "__main__":

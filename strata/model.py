@@ -82,6 +82,7 @@ def load(
     Raises FileError, ModelError, BadArgument or DoesNotFit, each with found, needed and advice.
     """
     refuse_unknown(unknown, LOAD_OPTIONS, "load")
+    need(isinstance(path, str | Path), "path is no path", found=repr(path), needed="str or Path")
     need(draft in (None, "off"), "this version cannot draft", found=repr(draft), needed='"off" or None')
     need(kv in KV_FORMATS, "kv is unknown", found=repr(kv), needed=", ".join(KV_FORMATS))
     need(prefill in ("auto", "windows"), "prefill is unknown", found=repr(prefill), needed='"auto" or "windows"')
@@ -149,7 +150,7 @@ class Model:
         )
         self._backend = CpuBackend(Tensors(gguf), g, expert_layout(gguf, g.L), programs, threads=threads, pin=pin)
         self._turn = threading.RLock()
-        self._pool_lock = threading.Lock()
+        self._pool_lock = threading.RLock()  # a finaliser may give a session back in the middle of `session`
         self._free = [SessionState(self._backend, self.context, checkpoints) for _ in range(sessions)]
         self._own: Session | None = None
         self._closed = False
@@ -209,10 +210,10 @@ class Model:
                     advice=f"Close one, or load with sessions={self.sessions + 1}.",
                 )
             state = self._free.pop()
-        state.clear()
-        made = Session(self, state, lambda: self._take_back(state))
-        self._live.add(made)
-        return made
+            state.renew()
+            made = Session(self, state, lambda: self._take_back(state))
+            self._live.add(made)
+            return made
 
     def _take_back(self, state: SessionState) -> None:
         with self._pool_lock:
@@ -220,7 +221,7 @@ class Model:
 
     @property
     def _default(self) -> Session:
-        with self._turn:
+        with self._pool_lock:
             if self._own is None:
                 self._own = self.session()
             return self._own
@@ -334,13 +335,16 @@ class Model:
             raise Closed("the model was closed", advice="Load it again.")
 
     def close(self) -> None:
-        """Wait for the running piece of work, end streams at their next one, stop the threads, unmap the file."""
+        """End every session after the running piece of work, stop the threads, unmap the file."""
+        with self._pool_lock:
+            closing, self._closed = not self._closed, True
+            sessions = list(self._live)
+        for session in sessions:
+            session.close()
         with self._turn:
-            if self._closed:
-                return
-            self._closed = True
-            self._backend.close()
-            self._gguf.close()
+            if closing:
+                self._backend.close()
+                self._gguf.close()
 
     def __enter__(self) -> Model:
         return self

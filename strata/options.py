@@ -37,6 +37,14 @@ class GenerateOptions:
     wait: bool = False
 
 
+OWN_ARGUMENTS = {
+    "generate": ("progress",),
+    "stream": ("progress",),
+    "chat": ("tools", "thinking", "reasoning_effort", "stream", "template_variables", "progress"),
+}
+"""Arguments that these calls take themselves; they are named when an unknown one is close to them."""
+
+
 def generate_options(options: Mapping[str, Any], vocab: int, where: str = "generate") -> GenerateOptions:
     """Check names and values of keyword arguments. Aliases: max_new_tokens, repeat_penalty.
 
@@ -47,7 +55,8 @@ def generate_options(options: Mapping[str, Any], vocab: int, where: str = "gener
         real = ALIASES.get(name, name)
         need(real not in named, f"{real} is given twice", found=f"{real} and its alias")
         named[real] = value
-    refuse_unknown(named, (*SAMPLING, "max_tokens", "stop", "ignore_eos", "wait", *ALIASES), where)
+    known = (*SAMPLING, "max_tokens", "stop", "ignore_eos", "wait", *ALIASES, *OWN_ARGUMENTS.get(where, ()))
+    refuse_unknown(named, known, where)
     max_tokens, stop = named.pop("max_tokens", None), named.pop("stop", None)
     ignore_eos, wait = named.pop("ignore_eos", False), named.pop("wait", False)
     if max_tokens is not None:
@@ -58,7 +67,8 @@ def generate_options(options: Mapping[str, Any], vocab: int, where: str = "gener
             found=repr(max_tokens),
             needed="an integer >= 1, or None for what is left",
         )
-    strings = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+    several = isinstance(stop, Sequence) and not isinstance(stop, str | bytes)
+    strings = () if stop is None else tuple(stop) if several else (stop,)
     for text in strings:
         need(isinstance(text, str) and text != "", "stop holds something else than strings", found=repr(text),
              needed="one non-empty string or several")  # fmt: skip
@@ -75,7 +85,11 @@ def generate_options(options: Mapping[str, Any], vocab: int, where: str = "gener
 
 def token_ids(tokens: Sequence[int] | np.ndarray, vocab: int, what: str = "prompt") -> np.ndarray:
     """(n,) int32 ids. Raises BadArgument for an empty list, another shape or type, and ids outside the vocabulary."""
-    ids = np.asarray(tokens)
+    try:
+        ids = np.asarray(tokens)
+    except ValueError as error:  # lists of several lengths
+        raise BadArgument(f"the {what} is neither text nor a list of token ids", found=str(error),
+                          needed="integers (n,)") from error  # fmt: skip
     need(ids.size > 0, f"the {what} is empty", found="0 tokens", needed="at least 1 token")
     good = ids.ndim == 1 and ids.dtype.kind in "iu"
     need(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,16 +32,20 @@ class Session:
     one raises Busy, or waits with wait=True.
     """
 
-    def __init__(self, model: Model, state: SessionState, release: Callable[[], None]):
-        self._model, self._state, self._release = model, state, release
+    def __init__(self, model: Model, state: SessionState, give_back: Callable[[], None]):
+        self._model, self._state = model, state
         self._lock = threading.Lock()
         self._closed = False
+        self._stream: weakref.ref[TextStream] | None = None
+        self._give_back = weakref.finalize(self, give_back)  # also when nobody closes the session
 
     # ---- text
 
-    def generate(self, prompt: Prompt, **options: Any) -> Result:
-        """Continue a prompt (text or token ids) to the end; options as in `Model.generate`."""
-        return self.stream(prompt, **options).run()
+    def generate(
+        self, prompt: Prompt, *, progress: Callable[[int, int], None] | None = None, **options: Any
+    ) -> Result:
+        """Continue a prompt (text or token ids) to the end; options as in `Model.generate`, progress as in `stream`."""
+        return self._start(prompt, options, "generate", (), TextStream, progress).run()
 
     def stream(
         self, prompt: Prompt, *, progress: Callable[[int, int], None] | None = None, **options: Any
@@ -64,6 +69,7 @@ class Session:
 
         thinking: True, False or None (the template's default). Returns a ChatResult, or a ChatStream with stream=True.
         """
+        self._need_open()
         prompt = self._model.template.render(messages, tools, thinking, reasoning_effort, **(template_variables or {}))
         ids = self._model.tokenize(prompt)
         turn = self._model.turn_token
@@ -74,9 +80,10 @@ class Session:
 
     def _start(self, prompt, options, where, turn_starts, make, progress) -> Any:
         model = self._model
+        self._need_open()
+        need(progress is None or callable(progress), "progress is no function", found=repr(progress))
         checked = generate_options(options, model.geometry.V, where)
-        ids = model.tokenize(prompt) if isinstance(prompt, str) else token_ids(prompt, model.geometry.V)
-        need(len(ids) > 0, "the prompt is empty", found="0 tokens", needed="at least 1 token")
+        ids = token_ids(model.tokenize(prompt) if isinstance(prompt, str) else prompt, model.geometry.V)
         self._take(checked.wait)
         try:
             text = TextStop(model.tokenizer, checked.stop, () if checked.ignore_eos else None)
@@ -84,10 +91,12 @@ class Session:
                 self._state, ids, checked.params, checked.max_tokens, text, lambda: text.stopped, turn_starts,
                 model.windows_only,
             )  # fmt: skip
-            return make(generation, text, model.turn, self._lock.release, progress)
+            stream = make(generation, text, model.turn, self._leave, progress)
         except BaseException:
-            self._lock.release()
+            self._leave()
             raise
+        self._stream = weakref.ref(stream)
+        return stream
 
     def _take(self, wait: bool) -> None:
         """Become the session's only caller."""
@@ -97,11 +106,20 @@ class Session:
                 "the session is answering another call", advice="Wait for it, pass wait=True, or use another session."
             )
         if self._closed:
-            self._lock.release()
+            self._leave()
             self._need_open()
 
+    def _leave(self) -> None:
+        """The only caller is done. Whoever finds the session closed and free gives its memory back."""
+        self._lock.release()
+        if self._closed and self._lock.acquire(blocking=False):
+            self._give_back()
+            self._lock.release()
+
     def _need_open(self) -> None:
-        if self._closed or self._model.closed:
+        if self._model.closed:
+            raise Closed("the model was closed", advice="Load it again.")
+        if self._closed:
             raise Closed("the session was closed", advice="Use model.session() for a new one.")
 
     # ---- scores
@@ -130,7 +148,7 @@ class Session:
             with self._model.turn():
                 score(self._state, ids, windows_only, sink)
         finally:
-            self._lock.release()
+            self._leave()
 
     # ---- memory
 
@@ -151,7 +169,7 @@ class Session:
             with self._model.turn():
                 return self._state.checkpoint()
         finally:
-            self._lock.release()
+            self._leave()
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Back to a checkpoint of this session; BadArgument if it no longer holds."""
@@ -160,7 +178,7 @@ class Session:
             with self._model.turn():
                 self._state.restore(checkpoint)
         finally:
-            self._lock.release()
+            self._leave()
 
     def clear(self) -> None:
         """Forget the conversation."""
@@ -169,13 +187,16 @@ class Session:
             with self._model.turn():
                 self._state.clear()
         finally:
-            self._lock.release()
+            self._leave()
 
     def close(self) -> None:
-        """Give the memory back to the model. A running stream ends at its next piece of work."""
-        if not self._closed:
-            self._closed = True
-            self._release()
+        """Give the memory back to the model. A running answer ends, with Closed, after its current piece of work."""
+        self._closed = True
+        stream = self._stream() if self._stream is not None else None
+        if stream is not None:
+            stream.abort(Closed("the session was closed while it answered", advice="Use model.session() for a new one."))
+        if self._lock.acquire(blocking=False):
+            self._leave()
 
     @property
     def closed(self) -> bool:

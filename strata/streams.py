@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from strata.base.errors import StrataError
 from strata.records import ChatResult, Chunk, Result, TokenLogprob, timings_of, usage_of
-from strata.runtime.generate import Generation
+from strata.runtime.generate import Cancelled, Generation
 from strata.runtime.sampling import Draw
 from strata.text.stop import TextStop
 from strata.text.thinking import ThinkingSplitter
@@ -40,19 +42,26 @@ class TextStream:
         self._texts: list[str] = []
         self._logprobs: list[TokenLogprob] = []
         self._over = False
+        self._ended_by: StrataError | None = None
+        self._working = threading.RLock()  # held during a piece of work
 
     def __iter__(self) -> TextStream:
         return self
 
     def __next__(self) -> Chunk:
         while not self._queue:
-            if self._over:
-                raise StopIteration
-            try:
-                self._advance()
-            except BaseException:
-                self.close()
-                raise
+            with self._working:
+                if self._over:
+                    if self._ended_by is not None:
+                        raise self._ended_by
+                    raise StopIteration
+                try:
+                    self._advance()
+                except Cancelled:  # another thread closed the stream: the next turn of the loop ends it
+                    self.close()
+                except BaseException:
+                    self.close()
+                    raise
         return self._queue.popleft()
 
     def _advance(self) -> None:
@@ -89,10 +98,17 @@ class TextStream:
         self._queue.append(Chunk(text, **fields))
 
     def close(self) -> None:
-        """End the generation and free the session. From another thread it takes effect at the next piece of work."""
+        """End the generation and free the session; waits for a piece of work that another thread is doing."""
         self._over = True
         self._generation.cancel()
-        self._release()
+        with self._working:
+            self._release()
+
+    def abort(self, error: StrataError) -> None:
+        """As `close`, but whoever still reads an unfinished stream gets `error`."""
+        if not self._over:
+            self._ended_by = error
+        self.close()
 
     def __enter__(self) -> TextStream:
         return self
@@ -119,8 +135,9 @@ class TextStream:
 
     def run(self) -> Result:
         """Exhaust the stream and give the whole answer."""
-        for _ in self:
-            pass
+        with self:
+            for _ in self:
+                pass
         return self.result
 
 

@@ -1,133 +1,21 @@
 """Writes header-only GGUF models: whole headers of real geometry in front of sparse, empty data.
 
-A file has the size of a real one and takes no room on disk: the data section is a hole. Type maps are drawn from the sets
-that each release uses, so that totals match the published sizes.
+A file has the size of a real one and takes no room on disk: the data section is a hole. Type maps are drawn from the
+sets that each release uses, so that totals match the published sizes.
 """
 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
 from strata.pack.formats import by_name
+from tests.releases import MODULI, MULTIPLIERS, RELEASES, Shape, expert_types, type_bytes
 
 ALIGNMENT = 32
 U32, I32, F32, BOOL, STRING, ARRAY, U64 = 4, 5, 6, 7, 8, 9, 10
 
-MULTIPLIERS = (23703573157769, 20109073645365, 8052911324071)
-MODULI = (20000003, 20000023, 20000033, 20000047, 20000059, 20000063, 20000069, 20000077,
-          20000081, 20000093, 20000107, 20000147, 20000153, 20000159, 20000161, 20000171)
-TABLE_ROWS = 320_001_536
-
-GATE_UP = ("IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
-DOWN = ("Q2_0", "IQ4_NL")
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a model; the defaults are the real ones."""
-
-    L: int = 48
-    D: int = 2560
-    V: int = 248320
-    C: int = 4
-    rank: int = 320
-    H: int = 24
-    Hkv: int = 2
-    dh: int = 256
-    rotary: int = 64
-    Hk: int = 16
-    Hv: int = 48
-    dk: int = 128
-    taps: int = 4
-    E: int = 512
-    K: int = 10
-    F: int = 640
-    shared: int = 640
-    Hi: int = 4
-    di: int = 128
-    budget: int = 2048
-    block: int = 4
-    period: int = 4
-    row_width: int = 160
-    context: int = 262144
-    table_rows: int = TABLE_ROWS
-
-    @property
-    def CD(self) -> int:
-        return self.C * self.D
-
-
-@dataclass(frozen=True)
-class Release:
-    """One released size. bytes1 and bytes2: published sizes of shard 1 and of the table's shard; None = not published.
-
-    dense maps tensor groups to types, cycled over layers.
-    """
-
-    name: str
-    bytes1: float | None
-    bytes2: float | None
-    gate_up: tuple[str, ...]
-    down: tuple[str, ...]
-    expert_average: float
-    dense: dict[str, tuple[str, ...]]
-    shape: Shape = field(default_factory=Shape)
-    table: str = "IQ4_NL"
-    shards: int = 2
-
-
-_SMALL = {"hc": ("BF16",), "router": ("BF16",), "alpha": ("BF16",), "indexer": ("BF16",), "ple_value": ("BF16",)}
-_LEAN = {"embed": ("Q3_K",), "qkv": ("IQ4_XS", "Q3_K"), "gate": ("IQ4_XS", "Q4_K"), "out": ("Q4_K", "Q3_K"), "q": ("IQ4_XS",),
-         "k": ("Q6_K",), "v": ("Q5_K",), "o": ("Q4_K", "Q3_K"), "shared_up": ("Q2_0", "Q3_K", "IQ4_XS"),
-         "shared_down": ("Q2_0", "Q5_0"), "head": ("Q5_K",), "ple_key": ("Q2_0",), **_SMALL}
-_RICH = {"embed": ("Q5_K",), "qkv": ("Q4_K", "Q5_K"), "gate": ("Q4_K",), "out": ("Q5_K",), "q": ("Q5_K",), "k": ("Q6_K",),
-         "v": ("Q6_K",), "o": ("Q5_K",), "shared_up": ("Q5_K", "IQ4_XS"), "shared_down": ("Q8_0", "Q5_0"),
-         "head": ("Q5_K",), "ple_key": ("BF16",), **_SMALL}
-_UD = {"embed": ("Q8_0",), "qkv": ("Q8_0",), "gate": ("Q8_0",), "out": ("Q8_0",), "q": ("Q8_0",), "k": ("Q8_0",), "v": ("Q8_0",),
-       "o": ("Q8_0",), "shared_up": ("Q8_0",), "shared_down": ("Q8_0",), "head": ("Q8_0",), "ple_key": ("Q8_0",),
-       "hc": ("Q8_0",), "router": ("F32",), "alpha": ("F32",), "indexer": ("BF16",), "ple_value": ("Q8_0",)}
-
-RELEASES = {
-    r.name: r
-    for r in (
-        Release("Q2_0", 37_623_740_192, 28_800_138_432, ("Q2_0",), ("Q2_0",), 1_382_400, _LEAN),
-        Release("IQ2_XS", 39.2e9, 28_800_138_432, GATE_UP, DOWN, 1_440_000, {**_LEAN, "head": ("IQ4_XS",), "ple_key": ("BF16",)}),
-        Release("IQ3_XXS", 47.0e9, 28_800_138_432, GATE_UP, DOWN, 42_912_972_800 / 24_576, _RICH),
-        Release("IQ3_S", 54.8e9, 28_800_138_432, GATE_UP, DOWN, 2_060_000, _RICH),
-        Release("Coder-IQ1_M", 29.6e9, 28_800_138_432, ("IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"), DOWN, 2_085_000, _RICH,
-                replace(Shape(), E=256)),
-        Release("UD-Q4_K_XL", None, None, ("Q4_K", "Q5_K"), ("Q5_1", "Q8_0"), 3_110_000, _UD, shards=4),
-    )
-}
-
-
-def _bytes_of(kind: str, values: int, rows: int) -> int:
-    return by_name(kind).row_bytes(values) * rows
-
-
-@cache
-def expert_types(name: str) -> tuple[tuple[str, str], ...]:
-    """(gate and up, down) types of each layer: cumulative size follows the release's average, neighbours differ."""
-    r = RELEASES[name]
-    if name == "UD-Q4_K_XL":
-        heavy = {2, 4, 30, 46, 47}
-        return tuple(("Q5_K" if l == 2 else "Q4_K", "Q8_0" if l in heavy else "Q5_1") for l in range(r.shape.L))
-    s, chosen, total = r.shape, [], 0.0
-    choices = [(a, b) for a in r.gate_up for b in r.down]
-    for l in range(s.L):
-        pool = [c for c in choices if not chosen or c != chosen[-1]] or choices
-        want = r.expert_average * (l + 1) - total
-
-        def distance(c, want=want):
-            return abs(_bytes_of(c[0], s.D, 2 * s.F) + _bytes_of(c[1], s.F, s.D) - want)
-
-        best = min(pool, key=distance)
-        chosen.append(best)
-        total += _bytes_of(best[0], s.D, 2 * s.F) + _bytes_of(best[1], s.F, s.D)
-    return tuple(chosen)
 
 
 def tensor_list(s: Shape, dense: dict[str, tuple[str, ...]], experts: tuple[tuple[str, str], ...], table: str):
@@ -137,39 +25,68 @@ def tensor_list(s: Shape, dense: dict[str, tuple[str, ...]], experts: tuple[tupl
         return dense[key][l % len(dense[key])]
 
     hc = pick("hc")
-    out = [("token_embd.weight", (s.D, s.V), pick("embed")), ("output.weight", (s.D, s.V), pick("head")),
-           ("output_hc_norm.weight", (s.CD,), "F32"), ("output_hc_down.weight", (s.CD, s.rank), hc),
-           ("output_hc_up.weight", (s.rank, s.CD), hc)]
+    out = [
+        ("token_embd.weight", (s.D, s.V), pick("embed")),
+        ("output.weight", (s.D, s.V), pick("head")),
+        ("output_hc_norm.weight", (s.CD,), "F32"),
+        ("output_hc_down.weight", (s.CD, s.rank), hc),
+        ("output_hc_up.weight", (s.rank, s.CD), hc),
+    ]
     inner, channels = s.Hv * s.dk, 2 * s.Hk * s.dk + s.Hv * s.dk
     for l in range(s.L):
         b = f"blk.{l}."
         for x in ("attn", "ffn"):
-            out += [(f"{b}hc_{x}_norm.weight", (s.CD,), "F32"), (f"{b}hc_{x}_down.weight", (s.CD, s.rank), hc),
-                    (f"{b}hc_{x}_up.weight", (s.rank, s.CD), hc), (f"{b}hc_{x}_inject.weight", (s.CD, s.C), "BF16")]
+            out += [
+                (f"{b}hc_{x}_norm.weight", (s.CD,), "F32"),
+                (f"{b}hc_{x}_down.weight", (s.CD, s.rank), hc),
+                (f"{b}hc_{x}_up.weight", (s.rank, s.CD), hc),
+                (f"{b}hc_{x}_inject.weight", (s.CD, s.C), "BF16"),
+            ]
         if l % s.period != s.period - 1:
-            out += [(b + "attn_qkv.weight", (s.D, channels), pick("qkv", l)), (b + "attn_gate.weight", (s.D, inner), pick("gate", l)),
-                    (b + "ssm_alpha.weight", (s.D, s.Hv), pick("alpha")), (b + "ssm_beta.weight", (s.D, s.Hv), pick("alpha")),
-                    (b + "ssm_a", (s.Hv,), "F32"), (b + "ssm_dt.bias", (s.Hv,), "F32"),
-                    (b + "ssm_conv1d.weight", (s.taps, channels), "F32"), (b + "ssm_norm.weight", (s.dk,), "F32"),
-                    (b + "ssm_out.weight", (inner, s.D), pick("out", l))]
+            out += [
+                (b + "attn_qkv.weight", (s.D, channels), pick("qkv", l)),
+                (b + "attn_gate.weight", (s.D, inner), pick("gate", l)),
+                (b + "ssm_alpha.weight", (s.D, s.Hv), pick("alpha")),
+                (b + "ssm_beta.weight", (s.D, s.Hv), pick("alpha")),
+                (b + "ssm_a", (s.Hv,), "F32"),
+                (b + "ssm_dt.bias", (s.Hv,), "F32"),
+                (b + "ssm_conv1d.weight", (s.taps, channels), "F32"),
+                (b + "ssm_norm.weight", (s.dk,), "F32"),
+                (b + "ssm_out.weight", (inner, s.D), pick("out", l)),
+            ]
         else:
             turn = l // s.period
-            out += [(b + "attn_q.weight", (s.D, 2 * s.H * s.dh), pick("q", turn)), (b + "attn_k.weight", (s.D, s.Hkv * s.dh), pick("k", turn)),
-                    (b + "attn_v.weight", (s.D, s.Hkv * s.dh), pick("v", turn)), (b + "attn_output.weight", (s.H * s.dh, s.D), pick("o", turn)),
-                    (b + "attn_q_norm.weight", (s.dh,), "F32"), (b + "attn_k_norm.weight", (s.dh,), "F32"),
-                    (b + "indexer.q_proj.weight", (s.D, s.Hi * s.di), pick("indexer")), (b + "indexer.k_proj.weight", (s.D, s.di), pick("indexer")),
-                    (b + "indexer.q_norm.weight", (s.di,), "F32"), (b + "indexer.k_norm.weight", (s.di,), "F32")]
+            out += [
+                (b + "attn_q.weight", (s.D, 2 * s.H * s.dh), pick("q", turn)),
+                (b + "attn_k.weight", (s.D, s.Hkv * s.dh), pick("k", turn)),
+                (b + "attn_v.weight", (s.D, s.Hkv * s.dh), pick("v", turn)),
+                (b + "attn_output.weight", (s.H * s.dh, s.D), pick("o", turn)),
+                (b + "attn_q_norm.weight", (s.dh,), "F32"),
+                (b + "attn_k_norm.weight", (s.dh,), "F32"),
+                (b + "indexer.q_proj.weight", (s.D, s.Hi * s.di), pick("indexer")),
+                (b + "indexer.k_proj.weight", (s.D, s.di), pick("indexer")),
+                (b + "indexer.q_norm.weight", (s.di,), "F32"),
+                (b + "indexer.k_norm.weight", (s.di,), "F32"),
+            ]
         gate_up, down = experts[l % len(experts)]
-        out += [(b + "ffn_gate_inp.weight", (s.D, s.E), pick("router")), (b + "ffn_gate_inp_shexp.weight", (s.D,), "BF16"),
-                (b + "ffn_gate_exps.weight", (s.D, s.F, s.E), gate_up), (b + "ffn_up_exps.weight", (s.D, s.F, s.E), gate_up),
-                (b + "ffn_down_exps.weight", (s.F, s.D, s.E), down),
-                (b + "ffn_gate_shexp.weight", (s.D, s.shared), pick("shared_up", l)), (b + "ffn_up_shexp.weight", (s.D, s.shared), pick("shared_up", l)),
-                (b + "ffn_down_shexp.weight", (s.shared, s.D), pick("shared_down", l))]
+        out += [
+            (b + "ffn_gate_inp.weight", (s.D, s.E), pick("router")),
+            (b + "ffn_gate_inp_shexp.weight", (s.D,), "BF16"),
+            (b + "ffn_gate_exps.weight", (s.D, s.F, s.E), gate_up),
+            (b + "ffn_up_exps.weight", (s.D, s.F, s.E), gate_up),
+            (b + "ffn_down_exps.weight", (s.F, s.D, s.E), down),
+            (b + "ffn_gate_shexp.weight", (s.D, s.shared), pick("shared_up", l)),
+            (b + "ffn_up_shexp.weight", (s.D, s.shared), pick("shared_up", l)),
+            (b + "ffn_down_shexp.weight", (s.shared, s.D), pick("shared_down", l)),
+        ]
         if l == 1:
             width = len(MODULI) * s.row_width
-            out += [(b + "ple_key.weight", (width, s.CD), pick("ple_key")), (b + "ple_value.weight", (width, s.D), pick("ple_value")),
-                    *((b + f"ple_norm_{n}.weight", (s.CD,), "F32") for n in ("key", "query", "conv")),
-                    (b + "ple_conv1d.weight", (s.taps, s.CD), "F16")]
+            out += [
+                (b + "ple_key.weight", (width, s.CD), pick("ple_key")),
+                (b + "ple_value.weight", (width, s.D), pick("ple_value")),
+                *((b + f"ple_norm_{n}.weight", (s.CD,), "F32") for n in ("key", "query", "conv")),
+                (b + "ple_conv1d.weight", (s.taps, s.CD), "F16"),
+            ]
     return [*out, ("per_layer_token_embd.weight", (s.row_width, s.table_rows), table)]
 
 
@@ -198,9 +115,13 @@ def _vocabulary(V: int) -> tuple[bytes, int]:
     """Tokenizer keys of a vocabulary of V made-up tokens, and how many keys they are."""
     tokens = [b"t%06d" % i for i in range(V)]
     merges = [b"t%06d t%06d" % (i, i + 1) for i in range(max(V - 733, 1))]
-    keys = [_key("tokenizer.ggml.model", STRING, "gpt2"), _key("tokenizer.ggml.pre", STRING, "qwen35"),
-            _array("tokenizer.ggml.tokens", STRING, tokens), _array("tokenizer.ggml.merges", STRING, merges),
-            _string("tokenizer.ggml.token_type") + struct.pack("<IIQ", ARRAY, I32, V) + struct.pack("<i", 1) * V]
+    keys = [
+        _key("tokenizer.ggml.model", STRING, "gpt2"),
+        _key("tokenizer.ggml.pre", STRING, "qwen35"),
+        _array("tokenizer.ggml.tokens", STRING, tokens),
+        _array("tokenizer.ggml.merges", STRING, merges),
+        _string("tokenizer.ggml.token_type") + struct.pack("<IIQ", ARRAY, I32, V) + struct.pack("<i", 1) * V,
+    ]
     return b"".join(keys), len(keys)
 
 
@@ -208,24 +129,49 @@ def _metadata(s: Shape, name: str) -> list[bytes]:
     p = "qwen4exp."
     offsets = [sum(MODULI[:i]) for i in range(len(MODULI))]
     numbers = {
-        "block_count": s.L, "context_length": s.context, "embedding_length": s.D, "attention.head_count": s.H,
-        "attention.head_count_kv": s.Hkv, "attention.key_length": s.dh, "attention.value_length": s.dh,
-        "rope.dimension_count": s.rotary, "ssm.conv_kernel": s.taps, "ssm.state_size": s.dk, "ssm.group_count": s.Hk,
-        "ssm.time_step_rank": s.Hv, "ssm.inner_size": s.Hv * s.dk, "full_attention_interval": s.period, "expert_count": s.E,
-        "expert_used_count": s.K, "expert_feed_forward_length": s.F, "expert_shared_feed_forward_length": s.shared,
-        "hyper_connection.count": s.C, "hyper_connection.low_rank": s.rank, "attention.indexer.head_count": s.Hi,
-        "attention.indexer.key_length": s.di, "attention.indexer.top_k": s.budget, "ple.ngram_size": 3,
-        "ple.heads_per_ngram": len(MODULI) // 2, "embedding_length_per_layer_input": s.row_width, "ple.conv_kernel": 4,
-        "ple.eos_token_id": 248044, "ple.image_token_id": 248056,
+        "block_count": s.L,
+        "context_length": s.context,
+        "embedding_length": s.D,
+        "attention.head_count": s.H,
+        "attention.head_count_kv": s.Hkv,
+        "attention.key_length": s.dh,
+        "attention.value_length": s.dh,
+        "rope.dimension_count": s.rotary,
+        "ssm.conv_kernel": s.taps,
+        "ssm.state_size": s.dk,
+        "ssm.group_count": s.Hk,
+        "ssm.time_step_rank": s.Hv,
+        "ssm.inner_size": s.Hv * s.dk,
+        "full_attention_interval": s.period,
+        "expert_count": s.E,
+        "expert_used_count": s.K,
+        "expert_feed_forward_length": s.F,
+        "expert_shared_feed_forward_length": s.shared,
+        "hyper_connection.count": s.C,
+        "hyper_connection.low_rank": s.rank,
+        "attention.indexer.head_count": s.Hi,
+        "attention.indexer.key_length": s.di,
+        "attention.indexer.top_k": s.budget,
+        "ple.ngram_size": 3,
+        "ple.heads_per_ngram": len(MODULI) // 2,
+        "embedding_length_per_layer_input": s.row_width,
+        "ple.conv_kernel": 4,
+        "ple.eos_token_id": 248044,
+        "ple.image_token_id": 248056,
     }
     ratios = [s.block if l % s.period == s.period - 1 else 0 for l in range(s.L)]
     return [
-        _key("general.architecture", STRING, "qwen4exp"), _key("general.name", STRING, name),
+        _key("general.architecture", STRING, "qwen4exp"),
+        _key("general.name", STRING, name),
         *(_key(p + k, U32, v) for k, v in numbers.items()),
-        _key(p + "attention.layer_norm_rms_epsilon", F32, 1e-6), _key(p + "rope.freq_base", F32, 1e7),
-        _array(p + "rope.dimension_sections", I32, [11, 11, 10, 0]), _array(p + "attention.compress_ratios", I32, ratios),
-        _array(p + "ple.layers", I32, [1]), _array(p + "ple.layer_multipliers", U64, MULTIPLIERS),
-        _array(p + "ple.head_vocab_sizes", U64, MODULI), _array(p + "ple.head_offsets", U64, offsets),
+        _key(p + "attention.layer_norm_rms_epsilon", F32, 1e-6),
+        _key(p + "rope.freq_base", F32, 1e7),
+        _array(p + "rope.dimension_sections", I32, [11, 11, 10, 0]),
+        _array(p + "attention.compress_ratios", I32, ratios),
+        _array(p + "ple.layers", I32, [1]),
+        _array(p + "ple.layer_multipliers", U64, MULTIPLIERS),
+        _array(p + "ple.head_vocab_sizes", U64, MODULI),
+        _array(p + "ple.head_offsets", U64, offsets),
     ]
 
 
@@ -236,7 +182,7 @@ def _write_shard(path: Path, keys: list[bytes], n_keys: int, tensors) -> None:
         rows = 1
         for n in ne[1:]:
             rows *= n
-        offset += -(-_bytes_of(kind, ne[0], rows) // ALIGNMENT) * ALIGNMENT
+        offset += -(-type_bytes(kind, ne[0], rows) // ALIGNMENT) * ALIGNMENT
     head = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), n_keys) + b"".join(keys) + b"".join(infos)
     start = -(-len(head) // ALIGNMENT) * ALIGNMENT
     with path.open("wb") as file:
@@ -244,10 +190,18 @@ def _write_shard(path: Path, keys: list[bytes], n_keys: int, tensors) -> None:
         file.truncate(start + offset)
 
 
-def make_model(folder: Path, name: str, shape: Shape, dense, experts, table: str = "IQ4_NL", shards: int = 2,
-               vocabulary: bool = True) -> Path:
-    """Write a model of `shards` sparse files (2: table alone in the last; 4: metadata alone in the first, layer 11 cut in
-    two); returns the first one's path."""
+def make_model(
+    folder: Path,
+    name: str,
+    shape: Shape,
+    dense,
+    experts,
+    table: str = "IQ4_NL",
+    shards: int = 2,
+    vocabulary: bool = True,
+) -> Path:
+    """Write a model of `shards` sparse files (2: table alone in the last; 4: metadata alone in the first, layer 11
+    cut in two); returns the first one's path."""
     tensors = tensor_list(shape, dense, experts, table)
     trunk, last = tensors[:-1], tensors[-1:]
     if shards == 2:
@@ -260,11 +214,17 @@ def make_model(folder: Path, name: str, shape: Shape, dense, experts, table: str
         raise ValueError("2 or 4 shards")
     words, n_words = _vocabulary(shape.V) if vocabulary else (b"", 0)
     for i, part in enumerate(parts):
-        keys = [_key("split.no", U32, i), _key("split.count", U32, shards), _key("split.tensors.count", I32, len(tensors))]
+        keys = [
+            _key("split.no", U32, i),
+            _key("split.count", U32, shards),
+            _key("split.tensors.count", I32, len(tensors)),
+        ]
         if i == 0:
             keys += _metadata(shape, name)
         n_keys = len(keys) + (n_words if i == 0 else 0)
-        _write_shard(folder / f"{name}-{i + 1:05d}-of-{shards:05d}.gguf", [*keys, words] if i == 0 else keys, n_keys, part)
+        _write_shard(
+            folder / f"{name}-{i + 1:05d}-of-{shards:05d}.gguf", [*keys, words] if i == 0 else keys, n_keys, part
+        )
     return folder / f"{name}-00001-of-{shards:05d}.gguf"
 
 

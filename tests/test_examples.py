@@ -19,6 +19,8 @@ from urllib.request import Request, urlopen
 import pytest
 
 import strata
+from strata.cli import VERBS
+from strata.pack.formats import FORMATS
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -155,7 +157,8 @@ def test_embed_in_app_stops_while_answering(tiny_path):
 def test_an_example_as_a_script(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(EXAMPLES / "generate.py"), "--max-tokens", "4"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=True)
+    settings = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run(command, check=True, **settings)
     assert done.stdout.startswith("def fibonacci(n):") and "4 new" in done.stdout
 
 
@@ -173,7 +176,11 @@ def test_readme_python_runs(capsys, monkeypatch):
 
 def test_readme_commands_are_marked_once_and_used_by_ci():
     text = README.read_text(encoding="utf-8")
-    for name, last in (("run-command", '.venv/bin/strata run "def fibonacci(n):"'), ("test-command", ".venv/bin/python -m pytest -q")):
+    commands = {
+        "run-command": '.venv/bin/strata run --max-tokens 64 "def fibonacci(n):"',
+        "test-command": ".venv/bin/python -m pytest -q",
+    }
+    for name, last in commands.items():
         blocks = re.findall(rf"<!-- {name} -->\n```\n(.*)\n```\n<!-- end -->", text)
         assert len(blocks) == 1 and text.count(f"<!-- {name} -->") == 1, name
         assert blocks[0].startswith("python3 -m venv .venv && ") and blocks[0].endswith(last)
@@ -181,10 +188,11 @@ def test_readme_commands_are_marked_once_and_used_by_ci():
 
 def test_ci_prints_the_commands_it_would_run():
     """`.ci/run --print` says what it takes from the README, without doing it."""
-    done = subprocess.run(["bash", str(ROOT / ".ci/run"), "--print"], capture_output=True, text=True, timeout=60, check=True)
-    packages, command = done.stdout.splitlines()
+    command = ["bash", str(ROOT / ".ci" / "run"), "--print"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    packages, tests = done.stdout.splitlines()
     text = README.read_text(encoding="utf-8")
-    assert command == re.search(r"<!-- test-command -->\n```\n(.*)\n```\n", text)[1]
+    assert tests == re.search(r"<!-- test-command -->\n```\n(.*)\n```\n", text)[1]
     assert packages == re.search(r"<!-- system-packages -->\n```\n(.*)\n```\n", text)[1] and packages
 
 
@@ -194,3 +202,29 @@ def test_readme_names_files_that_exist():
     assert targets
     for target in filter(None, targets):
         assert (ROOT / target).exists(), target
+
+
+def test_documents_link_to_files_that_exist():
+    folders = (ROOT / "docs", EXAMPLES, ROOT / "tests")
+    for page in [ROOT / "CHANGELOG.md", *(page for folder in folders for page in folder.rglob("*.md"))]:
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            if "://" not in target and target.split("#")[0]:
+                assert (page.parent / target.split("#")[0]).exists(), f"{page.relative_to(ROOT)}: {target}"
+
+
+def test_the_map_names_rooms_and_files_that_exist():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rooms = {path.parent.name for path in (ROOT / "strata").glob("*/__init__.py")}
+    assert rooms <= set(re.findall(r"^\*\*(\w+)\*\* ", text, re.MULTILINE))
+    for name in re.findall(r"`((?:strata|tests|gemv)/[\w/.]*)`", text):
+        assert (ROOT / name).exists() or (ROOT / "strata" / "cpu" / name).exists(), name
+
+
+def test_readme_lists_the_tensor_types_that_have_products():
+    listed = re.search(r"^\| Tensor types \| (.*) \|$", README.read_text(encoding="utf-8"), re.MULTILINE)[1].split(", ")
+    assert sorted(listed) == sorted(f.name for f in FORMATS.values() if f.activation != "none")
+
+
+def test_readme_lists_the_commands_that_exist():
+    listed = set(re.findall(r"^\| `strata (\w+)", README.read_text(encoding="utf-8"), re.MULTILINE))
+    assert listed == set(VERBS)

@@ -71,8 +71,18 @@ def test_describe_without_a_card_and_with_a_card_of_a_size():
     assert (gpu.total_bytes, gpu.vram_gbps, gpu.link_gbps) == (11 * GIB, 500, 10)
 
 
-@pytest.mark.parametrize("bad", [{"vram_gib": 0}, {"ram_gib": -1}, {"cores": 0}, {"cpu_tier": "sse"}, {"vram_gbps": 5},
-                                 {"vram_gib": 8, "vram_free_gib": 9}, {"ram_gib": 8, "ram_available_gib": 9}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"vram_gib": 0},
+        {"ram_gib": -1},
+        {"cores": 0},
+        {"cpu_tier": "sse"},
+        {"vram_gbps": 5},
+        {"vram_gib": 8, "vram_free_gib": 9},
+        {"ram_gib": 8, "ram_available_gib": 9},
+    ],
+)
 def test_describe_refuses_nonsense(bad):
     with pytest.raises(BadArgument):
         Machine.describe(**bad)
@@ -116,21 +126,31 @@ def _tree(root: Path, files: dict[str, str]) -> Path:
 
 
 def test_cgroup_v2_takes_the_tightest_limit_and_counts_cache_as_free(tmp_path):
-    _tree(tmp_path, {
-        "proc/self/cgroup": "0::/outer/inner\n",
-        "cg/outer/inner/memory.max": "max", "cg/outer/inner/memory.current": "100",
-        "cg/outer/memory.max": "1000", "cg/outer/memory.current": "700",
-        "cg/outer/memory.stat": "anon 300\ninactive_file 250\nactive_file 150\n",
-    })
+    _tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/outer/inner\n",
+            "cg/outer/inner/memory.max": "max",
+            "cg/outer/inner/memory.current": "100",
+            "cg/outer/memory.max": "1000",
+            "cg/outer/memory.current": "700",
+            "cg/outer/memory.stat": "anon 300\ninactive_file 250\nactive_file 150\n",
+        },
+    )
     assert probes.cgroup_memory(tmp_path / "cg", tmp_path / "proc") == (1000, 700)
 
 
 def test_cgroup_v1_and_no_limit(tmp_path):
-    _tree(tmp_path, {
-        "proc/self/cgroup": "4:cpu,cpuacct:/x\n3:memory:/docker/a\n",
-        "cg/memory/docker/a/memory.limit_in_bytes": "2000", "cg/memory/docker/a/memory.usage_in_bytes": "500",
-        "cg/memory/memory.limit_in_bytes": str(2**63 - 4096), "cg/memory/memory.usage_in_bytes": "9",
-    })
+    _tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "4:cpu,cpuacct:/x\n3:memory:/docker/a\n",
+            "cg/memory/docker/a/memory.limit_in_bytes": "2000",
+            "cg/memory/docker/a/memory.usage_in_bytes": "500",
+            "cg/memory/memory.limit_in_bytes": str(2**63 - 4096),
+            "cg/memory/memory.usage_in_bytes": "9",
+        },
+    )
     assert probes.cgroup_memory(tmp_path / "cg", tmp_path / "proc") == (2000, 1500)
     assert probes.cgroup_memory(tmp_path / "nothing", tmp_path / "nowhere") is None
 
@@ -157,8 +177,13 @@ def test_block_device_reads_the_partition_s_parent(tmp_path, monkeypatch):
 
 
 def test_wsl_and_huge_pages(tmp_path):
-    _tree(tmp_path, {"version": "Linux version 5.15 Microsoft-standard-WSL2",
-                     "kernel/mm/transparent_hugepage/enabled": "always madvise [never]"})
+    _tree(
+        tmp_path,
+        {
+            "version": "Linux version 5.15 Microsoft-standard-WSL2",
+            "kernel/mm/transparent_hugepage/enabled": "always madvise [never]",
+        },
+    )
     assert probes.is_wsl(tmp_path) and not probes.is_wsl(tmp_path / "none")
     assert probes.huge_pages(tmp_path) == "never" and probes.huge_pages(tmp_path / "none") is None
 
@@ -230,14 +255,18 @@ def test_gpu_facts_come_from_the_driver():
     assert facts.vram_gbps == 672 and facts.rates_known and facts.link_gbps == pytest.approx(link_gbps(5, 8))
 
 
-@pytest.mark.parametrize("call", ["nvmlInit_v2", "nvmlDeviceGetCount_v2", "nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetMemoryInfo"])
+@pytest.mark.parametrize(
+    "call", ["nvmlInit_v2", "nvmlDeviceGetCount_v2", "nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetMemoryInfo"]
+)
 def test_a_broken_driver_gives_no_gpu_and_a_reason(call):
     report = read_gpus(_FakeDriver([call]))
     assert report.gpus == () and report.problem
 
 
 def test_a_card_that_tells_little_is_still_a_card():
-    report = read_gpus(_FakeDriver(["nvmlDeviceGetName", "nvmlDeviceGetCudaComputeCapability", "nvmlDeviceGetMaxPcieLinkWidth"]))
+    report = read_gpus(
+        _FakeDriver(["nvmlDeviceGetName", "nvmlDeviceGetCudaComputeCapability", "nvmlDeviceGetMaxPcieLinkWidth"])
+    )
     (gpu,) = report.gpus
     assert (gpu.name, gpu.capability, gpu.link) == ("unknown GPU", None, None)
     facts = machine._gpu_facts(gpu)
@@ -283,8 +312,21 @@ def test_doctor_survives_a_failing_probe_of_its_own(monkeypatch, lost):
     assert any("no such thing here" in p for p in health.examine(TINY).problems)
 
 
-@pytest.mark.parametrize("lost", ["memlock_limit_bytes", "huge_pages", "random_read_us", "numa_nodes", "cpu_name", "cgroup_memory",
-                                  "ram_read_gbps", "block_device", "is_wsl", "last_level_cache_bytes"])
+@pytest.mark.parametrize(
+    "lost",
+    [
+        "memlock_limit_bytes",
+        "huge_pages",
+        "random_read_us",
+        "numa_nodes",
+        "cpu_name",
+        "cgroup_memory",
+        "ram_read_gbps",
+        "block_device",
+        "is_wsl",
+        "last_level_cache_bytes",
+    ],
+)
 def test_doctor_survives_a_system_without_a_probe(monkeypatch, lost):
     def broken(*_, **__):
         raise RuntimeError("no such thing here")
@@ -301,7 +343,13 @@ def test_doctor_survives_a_place_that_is_not_there(tmp_path):
 
 
 def _advice(m, **facts):
-    given = {"compiler": "12.9", "lock": None, "pages": "madvise", "times": ("x", 80.0, 100.0), "found": {"cupy-cuda12x": "14"}}
+    given = {
+        "compiler": "12.9",
+        "lock": None,
+        "pages": "madvise",
+        "times": ("x", 80.0, 100.0),
+        "found": {"cupy-cuda12x": "14"},
+    }
     return {a.what: a for a in health.advise(m, **{**given, **facts})}
 
 

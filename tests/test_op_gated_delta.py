@@ -22,7 +22,8 @@ def conv(history, qkv, w, advance=False, n_chunks=1) -> tuple[np.ndarray, np.nda
     """Outputs, the history afterwards, and the call."""
     T, channels = qkv.shape
     out, past = room(T, channels), guarded(history)
-    call = Call(gdn_conv, np.ascontiguousarray(qkv), out, w, Slot(past), T, channels, len(w), int(advance), ERROR, LAYER)
+    words = (np.ascontiguousarray(qkv), out, w, Slot(past), T, channels, len(w), int(advance), ERROR, LAYER)
+    call = Call(gdn_conv, *words)
     return out, past, call.run(n_chunks, order=reversed(range(n_chunks)))
 
 

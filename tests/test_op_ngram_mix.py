@@ -40,9 +40,9 @@ class Case:
         """x, rows for commit, history afterwards, call."""
         T, C, D = self.x.shape
         x, rows, history = guarded(self.x), room(T, C, D), guarded(self.history)
-        call = Call(ngram_mix, x, self.key, self.value, self.norms[0].copy(), self.norms[1].copy(), self.norms[2].copy(),
-                    self.conv, Slot(history), rows, T, C, D, len(self.conv), self.dilation, int(advance), EPS, ERROR,
-                    LAYER)  # fmt: skip
+        norms = [norm.copy() for norm in self.norms]
+        call = Call(ngram_mix, x, self.key, self.value, *norms, self.conv, Slot(history), rows, T, C, D, len(self.conv),
+                    self.dilation, int(advance), EPS, ERROR, LAYER)  # fmt: skip
         return x, rows, history, call.run()
 
     def wanted(self) -> tuple[np.ndarray, np.ndarray]:

@@ -73,8 +73,11 @@ class Append:
             assert (np.ascontiguousarray(rest).view(np.uint8) == 0x5A).all()
 
 
-@pytest.mark.parametrize(("H", "Hkv", "dh", "rotary"),
-                         [(1, 1, 32, 32), (4, 2, 64, 16), (6, 2, 128, 64), (3, 3, 256, 64), (12, 1, 64, 62)])  # fmt: skip
+# query heads, KV heads, head size, rotated dims
+HEADS = [(1, 1, 32, 32), (4, 2, 64, 16), (6, 2, 128, 64), (3, 3, 256, 64), (12, 1, 64, 62)]
+
+
+@pytest.mark.parametrize(("H", "Hkv", "dh", "rotary"), HEADS)
 @pytest.mark.parametrize("T", [1, 3, 8])
 @pytest.mark.parametrize("int8", [False, True])
 def test_append(H, Hkv, dh, rotary, T, int8):
@@ -87,6 +90,17 @@ def test_append(H, Hkv, dh, rotary, T, int8):
     k = np.stack([norm_rotate(a.k[t], a.k_norm, EPS, table[a.pos + t]) for t in range(T)])
     assert_same(a.q, q, "q")
     a.check_cells(a.k_cells, a.k_scales, k)
+    a.check_cells(a.v_cells, a.v_scales, a.v)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_append_without_queries(int8):
+    a = Append.make(np.random.default_rng(1), 3, 0, 2, 64, 16, int8)
+    assert a.run().reported is None
+    table = rotary_table(CONTEXT, 16, 1e7)
+    a.check_cells(
+        a.k_cells, a.k_scales, np.stack([norm_rotate(a.k[t], a.k_norm, EPS, table[a.pos + t]) for t in range(3)])
+    )
     a.check_cells(a.v_cells, a.v_scales, a.v)
 
 

@@ -55,27 +55,28 @@ class Case:
     def run(self, order: str = "up") -> tuple[np.ndarray, Call]:
         T, H, dh = self.q.shape
         Hkv = self.k.shape[1]
-        y, slots = room(T, H, dh), []
+        y, slots, scale = room(T, H, dh), [], np.float32(1) / np.sqrt(np.float32(dh))
         for cells, scales in (self.stored(self.k), self.stored(self.v)):
             slots += [Slot(cells), None if scales is None else Slot(scales)]
         call = Call(qsa_attend, self.q, self.q_gate, y, np.array([self.pos], np.int64), *slots, self.blocks, H, Hkv, dh,
-                    self.block, self.budget, np.float32(1) / np.sqrt(np.float32(dh)), ERROR, LAYER, self.splits)  # fmt: skip
+                    self.block, self.budget, scale, ERROR, LAYER, self.splits, 0)  # fmt: skip
         n = T * Hkv * self.splits
         return y, call.run(n, order=range(n) if order == "up" else reversed(range(n)))
 
     def cells(self, t: int) -> np.ndarray:
         n = self.pos + t + 1
         chosen = None if self.blocks is None else self.blocks[t, : min(self.budget, n // self.block)]
-        return reference.visible_cells(n, self.block, chosen)
+        return reference.visible_cells(n, self.block, self.budget, chosen)
 
     def wanted(self) -> np.ndarray:
         T, H, dh = self.q.shape
         k, v, group = self.read(self.k), self.read(self.v), H // self.k.shape[1]
         y = np.empty((T, H, dh), np.float32)
         for t in range(T):
+            seen_k, seen_v = k[self.cells(t)], v[self.cells(t)]
             for kv in range(k.shape[1]):
                 h = slice(kv * group, (kv + 1) * group)
-                y[t, h] = reference.attend(self.q[t, h], self.q_gate[t, h, 1], k[self.cells(t), kv], v[self.cells(t), kv])
+                y[t, h] = reference.attend(self.q[t, h], self.q_gate[t, h, 1], seen_k[:, kv], seen_v[:, kv])
         return y
 
     def row(self, t: int) -> Case:
@@ -135,6 +136,14 @@ def test_all_blocks_selected_is_dense_attention():
     assert_same(case.check(), replace(case, block=0, budget=0, blocks=None).check())
 
 
+@pytest.mark.parametrize("budget", [1, 63, 64, 100, 129, 500])
+def test_dense_attention_over_the_last_cells(budget):
+    case = Case.make(np.random.default_rng(8), 3, 2, 1, 64, 127)
+    case.budget = budget
+    assert len(case.cells(2)) == min(budget, 130) and case.cells(2)[-1] == 129
+    case.check()
+
+
 @pytest.mark.parametrize("block", [0, 4])
 def test_rows_do_not_see_each_other(block):
     case = Case.make(np.random.default_rng(3), 8, 4, 2, 64, 120, block=block, budget=9 if block else 0)
@@ -161,16 +170,25 @@ def test_far_apart_scores_across_tiles():
     assert np.allclose(y[0, 0], case.read(case.v)[70, 0] * gate, rtol=1e-4)
 
 
-@pytest.mark.parametrize("where", ["q", "gate", "k", "v"])
+@pytest.mark.parametrize("where", ["q", "k", "v"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_non_finite_values_are_reported_with_their_row(where, bad):
     case = Case.make(np.random.default_rng(6), 3, 4, 2, 64, 66, draw=plain)
     if where == "q":
         case.q[1, 3, 63] = bad
-    elif where == "gate":
-        case.q_gate[1, 3, 1, 0] = bad if np.isnan(bad) else np.nan
     else:
         getattr(case, where)[67, 1, 7] = bad  # the cell of row 1: row 2 sees it too
+    assert case.run()[1].reported == (NOT_FINITE, LAYER, 1)
+
+
+def test_a_gate_saturates_and_its_nan_is_reported():
+    case = Case.make(np.random.default_rng(6), 3, 4, 2, 64, 66, draw=plain)
+    case.q_gate[1, 3, 1, :2] = np.inf, -np.inf
+    infinite, call = case.run()
+    assert call.reported is None
+    case.q_gate[1, 3, 1, :2] = 1000, -1000
+    assert_same(case.check(), infinite)
+    case.q_gate[1, 3, 1, 63] = np.nan
     assert case.run()[1].reported == (NOT_FINITE, LAYER, 1)
 
 

@@ -1,27 +1,21 @@
 """The plan: all numbers add up on machines one does not have, for every released size, or it refuses with numbers."""
 
-import json
 import os
-import time
-from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer import Typer
-from typer.testing import CliRunner
 
 from strata.arch.flash_next import state_buffers
-from strata.base.errors import BadArgument, DoesNotFit, ModelError
-from strata.base.plan import DOES_NOT_FIT, FITS, GIB, MIB, NEEDS_DISK, Plan
-from strata.base.program import Allocation
-from strata.cli import plan as plan_cli
-from strata.planner import estimate, needs, pricing, state_bytes
+from strata.base.errors import BadArgument, DoesNotFit
+from strata.base.plan import DOES_NOT_FIT, FITS, MIB, NEEDS_DISK, Plan
+from strata.planner import cache_size, estimate, needs, rates, state_bytes
 from strata.planner.facts import classify, draft_facts
 from strata.planner.machine import Machine
-from strata.planner.memory import plan, plan_file, read_facts
-from tests.header_maker import RELEASES, Shape, make_model, make_release
+from strata.planner.memory import plan, read_facts
+from tests.header_maker import RELEASES, make_release
 
 TINY = Path(__file__).parents[1] / "examples/models/tiny-flash-next/tiny-flash-next-IQ3_XXS-00001-of-00002.gguf"
 
@@ -64,7 +58,14 @@ def test_facts_add_up_to_the_file(facts, files):
     assert facts["Q2_0"].experts_bytes == 33_973_862_400
     assert facts["IQ3_XXS"].experts_bytes == pytest.approx(42_912_972_800, rel=0.005)
     assert {c.name for c in facts["Q2_0"].dense} == {
-        "hyper-connections", "GDN", "attention", "indexer", "router", "shared experts", "n-gram block"}
+        "hyper-connections",
+        "GDN",
+        "attention",
+        "indexer",
+        "router",
+        "shared experts",
+        "n-gram block",
+    }
 
 
 def test_every_tensor_of_the_contract_has_a_class(facts):
@@ -137,8 +138,14 @@ def test_every_simulated_machine_starts_or_refuses_with_numbers(facts, name):
 memory = st.floats(4, 48)
 contexts = st.sampled_from([256, 1000, 4096, 8192, 8448, 32768, 65536, 131072, 262144])
 names = st.sampled_from(sorted(RELEASES))
-choices = st.fixed_dictionaries({"kv": st.sampled_from(["f16", "int8"]), "draft": st.sampled_from(["off", "mtp"]),
-                                 "sessions": st.integers(1, 3), "prefill": st.sampled_from(["auto", "windows", 512, 2048])})
+choices = st.fixed_dictionaries(
+    {
+        "kv": st.sampled_from(["f16", "int8"]),
+        "draft": st.sampled_from(["off", "mtp"]),
+        "sessions": st.integers(1, 3),
+        "prefill": st.sampled_from(["auto", "windows", 512, 2048]),
+    }
+)
 
 
 @settings(deadline=None, max_examples=25)
@@ -196,7 +203,12 @@ def test_remedies_that_name_an_option_work(facts, name, vram, ram, context):
         option, _, value = text.split(" (")[0].partition("=")
         if option in ("kv", "context", "sessions", "draft", "prefill", "checkpoints", "draft_vocabulary", "device"):
             value = value.strip('"')
-            changed = {"context": context, "draft": "mtp", "sessions": 2, option: int(value) if value.isdigit() else value}
+            changed = {
+                "context": context,
+                "draft": "mtp",
+                "sessions": 2,
+                option: int(value) if value.isdigit() else value,
+            }
             q = plan(facts[name], machine, **changed)
             assert q.fits and (p.verdict != NEEDS_DISK or q.verdict == FITS), text
             tried += 1
@@ -210,8 +222,7 @@ def test_slot_differences_match_the_published_ones(facts):
     published = {4096: 4464, 32768: 4174, 65536: 3809, 131072: 3079, 262144: 1588}
     machine = Machine.describe(vram_gib=12, ram_gib=64)
     ours = {c: plan(facts["Q2_0"], machine, context=c, kv="int8", draft="mtp").n_slots for c in published}
-    steps = list(published)
-    for a, b in zip(steps, steps[1:], strict=False):
+    for a, b in pairwise(published):
         found, stated = ours[a] - ours[b], published[a] - published[b]
         assert found == pytest.approx(stated, rel=0.12 if a == 4096 else 0.03), (a, b, found, stated)
     # The zero point depends on what driver, display and buffers of another program take; ours must be near, not equal.
@@ -308,8 +319,10 @@ def test_prefill_borrows_only_what_the_cache_can_lend(facts):
     for vram in (8, 12, 16, 24, 32):
         p = plan(facts["IQ3_XXS"], Machine.describe(vram_gib=vram, ram_gib=64), context=32768)
         if p.prefill_rows:
-            loan = -(-needs.prefill_bytes(facts["IQ3_XXS"].geometry, p.prefill_rows, max(p.slot_bytes)) // max(p.slot_bytes))
-            assert loan + pricing.LOAN_KEEP_SLOTS <= p.n_slots and loan <= 0.9 * p.n_slots
+            loan = -(
+                -needs.prefill_bytes(facts["IQ3_XXS"].geometry, p.prefill_rows, max(p.slot_bytes)) // max(p.slot_bytes)
+            )
+            assert loan + cache_size.LOAN_KEEP_SLOTS <= p.n_slots and loan <= 0.9 * p.n_slots
             assert any("borrow" in n for n in p.notes) and not any(x.line == "prefill buffers" for x in p.lines)
 
 
@@ -321,9 +334,25 @@ def test_threads_leave_a_core_beside_a_gpu(facts):
     assert crowded.threads == 20 and any("20 threads" in n for n in crowded.notes)
 
 
-@pytest.mark.parametrize("bad", [{"kv": "q4"}, {"context": 0}, {"sessions": 0}, {"device": "gpu"}, {"experts": "ram"}, {"slots": -1},
-                                 {"prefill": 100}, {"prefill": True}, {"draft": "yes"}, {"hit_rate": 1.5}, {"threads": 0},
-                                 {"vram_gib": 0}, {"reserve_mib": -1}, {"checkpoints": -1}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"kv": "q4"},
+        {"context": 0},
+        {"sessions": 0},
+        {"device": "gpu"},
+        {"experts": "ram"},
+        {"slots": -1},
+        {"prefill": 100},
+        {"prefill": True},
+        {"draft": "yes"},
+        {"hit_rate": 1.5},
+        {"threads": 0},
+        {"vram_gib": 0},
+        {"reserve_mib": -1},
+        {"checkpoints": -1},
+    ],
+)
 def test_options_out_of_range_are_refused(facts, bad):
     with pytest.raises(BadArgument):
         plan(facts["Q2_0"], Machine.describe(vram_gib=12), **bad)
@@ -367,113 +396,6 @@ def test_every_type_a_file_may_have_has_a_rate():
 
     for f in FORMATS.values():
         if f.activation != "none":
-            assert f.name in estimate.CORE_GBPS, f.name
-    for rates in estimate.CORE_GBPS.values():
-        assert rates[0] <= rates[1] <= rates[2]
-
-
-# ---- verify
-
-
-def _taken(p: Plan) -> list[Allocation]:
-    return [Allocation(x.line, x.device, x.n_bytes, "") for x in p.lines if x.kind in ("allocate", "map")]
-
-
-def test_verify_compares_line_by_line(facts):
-    p = plan(facts["Q2_0"], Machine.describe(vram_gib=12, ram_gib=64), context=4096)
-    taken = _taken(p)
-    assert p.verify(taken) == []
-    kv = next(i for i, a in enumerate(taken) if a.line == "KV cache")
-    halves = [replace(taken[kv], n_bytes=taken[kv].n_bytes // 2)] * 2
-    assert p.verify([*taken[:kv], *halves, *taken[kv + 1 :]]) == [], "several allocations may share a line"
-    off = [replace(a, n_bytes=int(a.n_bytes * 1.02)) if a.line == "KV cache" else a for a in taken]
-    (m,) = p.verify(off)
-    assert m.line == "KV cache" and m.taken_bytes > m.planned_bytes and "KV cache" in str(m)
-    big = [replace(a, n_bytes=a.n_bytes + 17 * MIB) if a.line == "experts (pinned)" else a for a in taken]
-    assert [m.line for m in p.verify(big)] == ["experts (pinned)"], "17 MiB are too much even where they are below 1 %"
-    assert [m.line for m in p.verify([*taken, Allocation("secret", "vram", 1 << 20, "")])] == ["secret"]
-    assert [m.line for m in p.verify(taken[1:])] == [taken[0].line]
-
-
-# ---- forms
-
-
-def test_table_and_json_tell_the_same(facts):
-    p = plan(facts["Q2_0"], Machine.describe(gpu="RTX 5070", ram_gib=32), context=32768, draft="mtp")
-    table, values = p.table(), json.loads(json.dumps(p.to_json()))
-    assert values["strata_plan"] == 1 and values["verdict"] == p.verdict and values["n_slots"] == p.n_slots
-    assert [x["line"] for x in values["lines"]] == [x.line for x in p.lines]
-    for line in p.lines:
-        assert line.line in table
-    assert f"{p.n_slots:,} slots" in table and p.verdict in table and f"{p.estimate.tokens_per_s:.1f} tokens/s" in table
-    assert all(n in table for n in p.notes)
-
-
-def test_planning_a_60_gb_file_takes_less_than_two_seconds(files):
-    start = time.thread_time()
-    p = plan_file(files["Q2_0"])
-    assert time.thread_time() - start < 2 and p.file_bytes > 60e9
-
-
-def test_a_truncated_download_still_plans_and_says_so(files, tmp_path):
-    first = tmp_path / files["Q2_0"].name
-    first.write_bytes(files["Q2_0"].open("rb").read(11 << 20))
-    second = Path(str(files["Q2_0"]).replace("00001-of", "00002-of"))
-    os.link(second, tmp_path / second.name)
-    p = plan_file(first, machine=Machine.describe(vram_gib=12, ram_gib=64), context=4096)
-    whole = plan_file(files["Q2_0"], machine=Machine.describe(vram_gib=12, ram_gib=64), context=4096)
-    assert p.missing_bytes > 30e9 and "TRUNCATED" in p.table() and any("incomplete" in n for n in p.notes)
-    assert [(x.line, x.n_bytes) for x in p.lines] == [(x.line, x.n_bytes) for x in whole.lines]
-    assert p.file_bytes == whole.file_bytes
-
-
-def test_a_file_whose_tensors_break_the_contract_is_refused(tmp_path):
-    path = make_model(tmp_path, "odd", replace(Shape(), L=4, E=16), RELEASES["Q2_0"].dense, (("Q2_0", "Q2_0"),), vocabulary=False)
-    with path.open("r+b") as file:
-        head = file.read(1 << 16)
-        at = head.index(b"blk.0.hc_attn_norm")
-        file.seek(at)
-        file.write(b"blk.0.hc_attn_nxrm")
-    with pytest.raises(ModelError, match="hc_attn_norm"):
-        plan_file(path, machine=Machine.describe(ram_gib=64))
-
-
-# ---- the command
-
-
-@pytest.fixture(scope="module")
-def app():
-    typer_app = Typer()
-    typer_app.command()(plan_cli.command)
-    return typer_app
-
-
-@pytest.mark.parametrize(("arguments", "code", "text"), [
-    (["--gpu", "RTX 5070", "--ram-gib", "64", "--context", "32768"], 0, "verdict: fits"),
-    (["--vram-gib", "4", "--ram-gib", "64", "--context", "4096"], 1, "MiB needed"),
-    (["--vram-gib", "12", "--ram-gib", "16", "--context", "4096"], 0, "needs disk per token"),
-    (["--gpu", "RTX 507"], 2, "RTX 5070"),
-    (["--kv", "q4"], 2, "q4"),
-    (["--no-such-option"], 2, "no-such-option"),
-])
-def test_plan_command(files, app, arguments, code, text):
-    result = CliRunner().invoke(app, [str(files["Q2_0"]), *arguments])
-    assert result.exit_code == code, result.output
-    assert text in result.output
-
-
-def test_plan_command_json_and_missing_file(files, app, tmp_path):
-    result = CliRunner().invoke(app, [str(files["IQ3_S"]), "--vram-gib", "16", "--ram-gib", "64", "--context", "4096", "--json"])
-    values = json.loads(result.output)
-    assert result.exit_code == 0 and values["fits"] and values["context"] == 4096
-    assert CliRunner().invoke(app, [str(tmp_path / "absent.gguf")]).exit_code == 1
-    assert CliRunner().invoke(app, []).exit_code == 2
-
-
-def test_plan_command_for_this_machine(app):
-    result = CliRunner().invoke(app, [str(TINY), "--device", "cpu"])
-    assert result.exit_code == 0 and "this machine" in result.output
-
-
-def test_gib_is_the_binary_one():
-    assert GIB == 1 << 30 and MIB == 1 << 20
+            assert f.name in rates.CORE_GBPS, f.name
+    for by_tier in rates.CORE_GBPS.values():
+        assert by_tier[0] <= by_tier[1] <= by_tier[2]

@@ -50,7 +50,7 @@ def installed(wheel, tmp_path_factory) -> Path:
 
 def call(command: list[str | Path], cwd: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
     """Run away from the checkout, without variables that could lead back to it."""
-    away = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME") and not k.startswith("STRATA_")}
+    away = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "STRATA_"))}
     words = [str(word) for word in command]
     return subprocess.run(words, cwd=cwd, env=away, capture_output=True, text=True, timeout=300, check=check)
 

@@ -45,7 +45,8 @@ def plan_table(p: Plan) -> str:
     if p.disk:
         out += ["", "disk, per token"]
         out += [
-            f"  {d.what:<28}{_size(d.bytes_per_token):>14}  {d.reads_per_token:,.1f} reads of the {d.where}, {d.ms_per_token:,.2f} ms"
+            f"  {d.what:<28}{_size(d.bytes_per_token):>14}  {d.reads_per_token:,.1f} reads of the {d.where}, "
+            f"{d.ms_per_token:,.2f} ms"
             for d in p.disk
         ]
     if p.estimate is not None:

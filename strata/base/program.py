@@ -78,12 +78,24 @@ ERROR_TEXT = {
 
 
 @dataclass(frozen=True)
+class DraftPrograms:
+    """Programs of a draft layer: `appends` store K and V of T = 1..8 cells, `step` takes one cell to its logits."""
+
+    appends: Mapping[int, Program]
+    step: Program
+
+    def all(self) -> list[Program]:
+        return [*self.appends.values(), self.step]
+
+
+@dataclass(frozen=True)
 class ProgramSet:
     """All programs of one model at one context and KV format.
 
     windows  trunk for T = 1..8 rows      heads    logits of T = 1..8 rows
     commit   advance by n_keep <= 8       prefill  trunk over a whole cell that advances in place
-    states   every buffer a session holds
+    states   every buffer a session holds, the draft layer's included
+    draft    programs of the draft layer, or None
     """
 
     windows: Mapping[int, Program]
@@ -91,6 +103,8 @@ class ProgramSet:
     commit: Program
     prefill: Program
     states: tuple[Buffer, ...]
+    draft: DraftPrograms | None = None
 
     def all(self) -> list[Program]:
-        return [*self.windows.values(), *self.heads.values(), self.commit, self.prefill]
+        draft = self.draft.all() if self.draft else []
+        return [*self.windows.values(), *self.heads.values(), self.commit, self.prefill, *draft]

@@ -54,11 +54,14 @@ class State:
     def digest(self) -> str:
         """Hash of everything that can influence what follows: the recurrent part and all cells before `rows`.
 
-        Ring entries and cells at or after `rows` are left out: they are written again before they are read.
+        Ring entries and cells at or after `rows` are left out: they are written again before they are read. The draft
+        layer's cells (`mtp.`) are left out too: drafts cannot change an answer.
         """
         h = hashlib.sha256(str(self.rows).encode())
         for name, b in self.buffers.items():
             a = self.arrays[name]
+            if name.startswith("mtp."):
+                continue
             if b.role == "cells":
                 cells = self.rows
                 if name.endswith(".block_keys"):

@@ -24,7 +24,7 @@ def find_model(given: Path | None) -> Path:
         return _file_of(Path(named).expanduser(), VARIABLE)
     root = checkout()
     if root is not None and (root / BUNDLED).is_dir():
-        return _file_of(root / BUNDLED, "the bundled model")
+        return _file_of(root / BUNDLED, "the checkout")
     raise BadArgument(
         "no model is given",
         needed=f"--model FILE or the variable {VARIABLE}",
@@ -42,13 +42,13 @@ def _file_of(path: Path, source: str) -> Path:
     if not path.is_dir():
         if path.exists():
             return path
-        raise FileError(f"the model of {source} does not exist", found=f"no file '{path}'", needed="a GGUF file")
+        raise FileError(f"{source} names no file", found=f"'{path}'", needed="a GGUF file or its folder")
     later = {p for p in path.glob("*-of-*.gguf") if not p.stem.rsplit("-of-", 1)[0].endswith("-00001")}
     models = sorted(set(path.glob("*.gguf")) - later)
     if len(models) != 1:
         found = ", ".join(p.name for p in models[:6]) or "none"
         raise FileError(
-            f"'{path}', the folder of {source}, does not hold one model",
+            f"'{path}', the folder that {source} names, does not hold one model",
             found=found,
             needed="one",
             advice="Name a file.",

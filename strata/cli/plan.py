@@ -43,6 +43,7 @@ def command(
     hit_rate: Annotated[float | None, typer.Option(help="Share of routed experts found in VRAM, if known.")] = None,
     profile: Annotated[Path | None, typer.Option(help="Expert profile file.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU workers.")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Time this machine's kernels, no listed rates.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Say what a model takes, whether it fits, what bounds its speed and what to change.
@@ -76,7 +77,7 @@ def command(
         "cpu_tier": cpu_tier,
     }
     try:
-        plan = plan_file(file, machine=_machine(file, described), **options)
+        plan = plan_file(file, machine=_machine(file, described), measure=measure, **options)
     except BadArgument as error:
         typer.echo(f"strata plan: {error}", err=True)
         raise typer.Exit(USAGE) from None

@@ -19,9 +19,7 @@ from strata.cli.output import Bar
 def command(
     file: Annotated[Path, typer.Argument(help='A UTF-8 text; "-" reads stdin.', show_default=False)],
     model: flags.Model = None,
-    window: Annotated[
-        int | None, typer.Option(help="Tokens read from each empty state; default: the context.")
-    ] = None,
+    window: Annotated[int | None, typer.Option(help="Tokens read from each empty state; default: the context.")] = None,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", "-n", help="Use only the first tokens.")] = None,
     special: Annotated[bool, typer.Option("--special", help="Control tokens in the text are control tokens.")] = False,
     context: flags.Context = None,

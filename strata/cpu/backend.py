@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from strata.base.errors import NotFinite, StrataError
-from strata.base.geometry import Geometry
+from strata.base.geometry import WINDOW_ROWS, Geometry
 from strata.base.program import (
     ERROR_TEXT,
     ERROR_WORDS,
@@ -52,7 +52,8 @@ class CpuBackend:
         self.geometry, self.programs = geometry, programs
         context = programs.prefill.buffers["rope"].shape[0]
         table = rotary_table(context, geometry.rotary_dims, geometry.rope_base)
-        self.memory = Memory(programs.all(), {"rope": table})
+        ones = np.ones((WINDOW_ROWS, geometry.C), np.float32)
+        self.memory = Memory(programs.all(), {"rope": table, "mtp.one": ones})
         self.weights = Weights(tensors, experts)
         self.pool = Pool(threads, pin=pin, reserve_cores=0)
         self.threads = self.pool.threads
@@ -69,6 +70,11 @@ class CpuBackend:
         self._windows = {T: lowered[id(p)] for T, p in programs.windows.items()}
         self._heads = {T: lowered[id(p)] for T, p in programs.heads.items()}
         self._commit, self._prefill = lowered[id(programs.commit)], lowered[id(programs.prefill)]
+        self._appends: dict[int, Lowering] = {}
+        self._step: Lowering | None = None
+        if programs.draft:
+            self._appends = {T: lowered[id(p)] for T, p in programs.draft.appends.items()}
+            self._step = lowered[id(programs.draft.step)]
         self._bound: State | None = None
         self._before_prefill = np.zeros(
             State([b for b in programs.states if b.role == "recurrent"]).recurrent.size, np.uint8
@@ -180,6 +186,40 @@ class CpuBackend:
         self._run(self._heads[T], self._bound)
         return summarise(self._logits[:T], request)
 
+    # ---- draft layer
+
+    @property
+    def streams(self) -> np.ndarray:
+        """(rows, C*D) float32 view: streams before the final mixer that the last window or chunk left."""
+        return self.memory.arrays["streams"]
+
+    def _feed_draft(self, state: State, x: np.ndarray, tokens: np.ndarray, position: int) -> None:
+        a = self.memory.arrays
+        self._bind(state)
+        a["mtp.x"][: len(tokens)] = x
+        a["mtp.tokens"][: len(tokens)] = tokens
+        a["mtp.pos"][0] = position
+
+    def draft_append(self, state: State, x: np.ndarray, tokens: np.ndarray, position: int) -> None:
+        """Store the draft layer's K and V of T <= 8 cells from `position` on.
+
+        x (T, C*D) float32: streams of the cells' rows; tokens (T,) int32: the tokens after them.
+        """
+        self._feed_draft(state, x, tokens, position)
+        self._run(self._appends[len(tokens)], state)
+
+    def draft_step(
+        self, state: State, x: np.ndarray, token: int, position: int, first: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Run one cell through the draft layer, attending cells from `first` on.
+
+        Returns (logits (V,), streams (C*D,)), views valid until the next call.
+        """
+        self.memory.arrays["mtp.first"][0] = first
+        self._feed_draft(state, x[None], np.array([token], np.int32), position)
+        self._run(self._step, state)
+        return self.memory.arrays["mtp.logits"][0], self.memory.arrays["mtp.streams"][0]
+
     # ---- facts
 
     def allocations(self, sessions: int) -> list[Allocation]:
@@ -210,7 +250,8 @@ class CpuBackend:
             lowering.walk.profile(on)
 
     def _lowered(self) -> list[Lowering]:
-        return [*self._windows.values(), *self._heads.values(), self._commit, self._prefill]
+        draft = [*self._appends.values(), self._step] if self._step else []
+        return [*self._windows.values(), *self._heads.values(), self._commit, self._prefill, *draft]
 
     def op_times(self) -> dict[str, int]:
         """ns spent per kind of op since `profile()`."""

@@ -345,3 +345,19 @@ def summarise(logits: np.ndarray, request: HeadRequest) -> HeadRows:
             _refuse_row(logits, bad, modified=True)
         out.mod_ids, out.mod_logits, out.mod_logsumexp = ids, values, sums if with_sums else None
     return out
+
+
+@cached_njit
+def _most_likely(row):
+    best = _argmax(row)
+    if best < 0:
+        return best, 0.0
+    return best, exp64(np.float64(row[best]) - _log_sum_exp(row, np.float64(row[best]), np.empty(_LANES)))
+
+
+def most_likely(row: np.ndarray) -> tuple[int, float]:
+    """Id of the largest of (V,) float32 logits (ties to the lowest) and its softmax probability; NotFinite for NaN."""
+    best, probability = _most_likely(row)
+    if best < 0:
+        raise NotFinite("draft logits are not finite", advice="The draft layer's file may be damaged.")
+    return int(best), float(probability)

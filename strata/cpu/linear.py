@@ -95,12 +95,13 @@ def split_rows(rows: list[int], row_bytes: list[int], threads: int) -> tuple[np.
 
 def lower_linear(c: Lowering, op: Op) -> None:
     names = [(op.buffers[f"w{i}"], op.buffers[f"y{i}"]) for i in range(op.consts["n"])]
+    T = c.T * op.consts["rows"]
     x = op.buffers["x"]
     words, rows, row_bytes = [], [], []
     for name, y in names:
         info = c.weights.tensors.info(name)
         columns = info.shape[-1]
-        act, act_bytes = c.records(x, columns, c.weights.layout(name), op.layer)
+        act, act_bytes = c.records(x, columns, c.weights.layout(name), op.layer, T)
         if c.memory.measuring:
             continue
         m = c.weights.matrix(name)
@@ -110,4 +111,4 @@ def lower_linear(c: Lowering, op: Op) -> None:
                       c.memory.address(y), m.rows * 4))  # fmt: skip
     if not c.memory.measuring:
         starts, pieces = split_rows(rows, row_bytes, c.threads)
-        c.parallel(len(starts) - 1, linear_chunk, starts, pieces, np.array(words, np.int64), c.T)
+        c.parallel(len(starts) - 1, linear_chunk, starts, pieces, np.array(words, np.int64), T)

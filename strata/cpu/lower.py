@@ -132,8 +132,8 @@ class Lowering:
         return self.memory.slot(op.buffers[port]) if port in op.buffers else 0
 
     def vector(self, op: Op, port: str, transposed: bool = False) -> int:
-        """Address of a small tensor widened to float32, optionally transposed."""
-        return 0 if self.memory.measuring else self.weights.vector(op.buffers[port], transposed).ctypes.data
+        """Address of a small tensor widened to float32, optionally transposed; 0 if the op has no such port."""
+        return 0 if self.memory.measuring or port not in op.buffers else self.weights.vector(op.buffers[port], transposed).ctypes.data
 
     def step(self, function: CFunction, *record: int | np.ndarray) -> None:
         if not self.memory.measuring:
@@ -146,23 +146,29 @@ class Lowering:
             pool = self.pool if n_chunks > 1 else 0
             self.step(parallel, pool, n_chunks, function.address, *record)
 
-    def records(self, buffer: str, K: int, layout: ActivationLayout, layer: int) -> tuple[int, int]:
-        """(address, bytes a row) of a float32 buffer's rows in an activation layout; adds the quantiser if needed."""
+    def records(
+        self, buffer: str, K: int, layout: ActivationLayout, layer: int, rows: int | None = None
+    ) -> tuple[int, int]:
+        """(address, bytes a row) of a float32 buffer's rows of K values in an activation layout.
+
+        Adds the quantiser if this is the first use; rows: how many there are, T by default.
+        """
+        rows = self.T if rows is None else rows
         n_bytes = layout.record_bytes(K)
         if layout.group == 0:
             return self.memory.address(buffer), n_bytes
         key = (buffer, layout.name)
         if key not in self._records:
-            area = self.memory.scratch(f"records.{buffer}.{layout.name}", self.T * n_bytes)
+            area = self.memory.scratch(f"records.{buffer}.{layout.name}", rows * n_bytes)
             self._records[key] = area
             if not self.memory.measuring:
                 x = self.memory.address(buffer)
-                if self.T == 1 or self.T * K <= SERIAL_VALUES:
-                    record = (layout.quantise_address, x, K, self.T, K * 4, area, self.error, layer, NOT_FINITE)
+                if rows == 1 or rows * K <= SERIAL_VALUES:
+                    record = (layout.quantise_address, x, K, rows, K * 4, area, self.error, layer, NOT_FINITE)
                     self.step(quantise, *record)
                 else:
                     record = (layout.quantise_address, x, K, K * 4, area, n_bytes, self.error, layer, NOT_FINITE)
-                    self.parallel(self.T, quantise_row, *record)
+                    self.parallel(rows, quantise_row, *record)
         return self._records[key], n_bytes
 
 

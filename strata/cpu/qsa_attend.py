@@ -1,7 +1,8 @@
 """Sparse attention, third part: softmax over the selected cells of each row, gated.
 
-Selected cells are listed in ascending order: the chosen blocks, then the incomplete tail. Tiles of 64 list entries are
-computed on their own and merged in order, so a row's bits do not depend on the other rows of the window:
+Selected cells are listed in ascending order: the chosen blocks, then the incomplete tail; with block 0 the last `budget`
+cells (all for budget 0), from a given first cell on. Tiles of 64 list entries are computed on their own and merged in
+order, so a row's bits do not depend on the other rows of the window:
 
     s = (q . k) / sqrt(dh) (32 lanes); m = max s; p = exp(s - m); l = tree of p (64); o = ascending fma of p and v
     merge: M = max(m, m'); c = exp(m - M), c' = exp(m' - M); l = fma(l', c', l c); o = fma(o', c', o c)
@@ -37,7 +38,7 @@ HEADS_A_CHUNK = 4
 def _cell(entry, blocks, n_blocks, block, tail_start):
     """Position of list entry number `entry`."""
     if block == 0:
-        return entry
+        return tail_start + entry
     if entry < n_blocks * block:
         return blocks[entry // block] * block + entry % block
     return tail_start + entry - n_blocks * block
@@ -48,9 +49,10 @@ def qsa_attend(a, k, n_chunks):
     """Some query heads of one KV head of one row.
 
     Record: q, q_gate, y, pos, k cells slot, k scales slot or 0, v cells slot, v scales slot or 0, blocks or 0, H, Hkv,
-    dh, block, budget, 1/sqrt(dh) (a float32 argument), error, layer, splits of a KV head's query heads.
+    dh, block, budget, 1/sqrt(dh) (a float32 argument), error, layer, splits of a KV head's query heads,
+    address of the first cell for block 0, or 0.
     """
-    p = i64_view(a, 18)
+    p = i64_view(a, 19)
     H, Hkv, dh, block, budget, splits = p[9], p[10], p[11], p[12], p[13], p[17]
     scale = ldf32(a + 8 * 14)
     t, rest = k // (Hkv * splits), k % (Hkv * splits)
@@ -63,6 +65,12 @@ def qsa_attend(a, k, n_chunks):
     v_scales = ld64(p[7]) if p[7] != 0 else 0
     blocks = i32_view(p[8] + t * budget * 4, max(budget, 1))
     n_blocks, entries, tail_start = 0, n, 0
+    if block == 0:
+        if budget > 0:
+            tail_start = max(0, n - budget)
+        if p[18] != 0:
+            tail_start = max(tail_start, min(ld64(p[18]), n - 1))
+        entries = n - tail_start
     if block != 0:
         tail_start = n // block * block
         n_blocks = min(budget, n // block)
@@ -129,4 +137,4 @@ def lower_qsa_attend(c: Lowering, op: Op) -> None:
     c.parallel(c.T * k["Hkv"] * splits, qsa_attend, c.at(op, "q"), c.at(op, "q_gate"), c.at(op, "y"), c.at(op, "pos"),
                c.slot(op, "k"), c.slot(op, "k_scales"), c.slot(op, "v"), c.slot(op, "v_scales"), c.at(op, "blocks"),
                k["H"], k["Hkv"], k["dh"], k["block"], k["budget"], float_argument(scale), c.error, op.layer,
-               splits)  # fmt: skip
+               splits, c.at(op, "first"))  # fmt: skip

@@ -29,8 +29,8 @@ def _repeat(times, f, w, stride, n_rows, act, K, out):
 def measure_costs(types: Iterable[str]) -> CpuCosts:
     """Costs with the rates of this machine's kernels, for the given type names.
 
-    Two widths give the cost of a row and that of its bytes. About 10 ms a type, and the kernels' compilation if they are
-    not in the cache. The calling thread's CPU time counts, so that other programs disturb little.
+    Two widths give the cost of a row and that of its bytes. About 10 ms a type, and the kernels' compilation if they
+    are not in the cache. The calling thread's CPU time counts, so that other programs disturb little.
     """
     rates, rows = {}, {}
     for name in types:

@@ -1,4 +1,5 @@
-"""Known graphics cards: memory, bandwidth and link by name, for machines one does not have and rates a driver does not tell."""
+"""Known graphics cards: memory, bandwidth and link by name, for machines one does not have and rates a driver does
+not tell."""
 
 from __future__ import annotations
 

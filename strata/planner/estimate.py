@@ -1,7 +1,7 @@
 """What bounds decoding: bytes per token from each memory, times, and the resource that takes most of it.
 
-All figures are for windows of one row without drafts and a context that is full. They are expectations over the routing;
-where a rate is not measured on the machine, the assumption is listed with the estimate.
+All figures are for windows of one row without drafts and a context that is full. They are expectations over the
+routing; where a rate is not measured on the machine, the assumption is listed with the estimate.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def _finish(
     hidden_ms: float,
     notes: list[str],
 ) -> Estimate:
-    """The terms summed: serial ones, the longest parallel one, and what of the n-gram wait the first layers do not hide."""
+    """The terms summed: serial ones, the longest parallel one, and what of the n-gram wait the first layers do not
+    hide."""
     longest = max(parallel, key=lambda k: parallel[k], default=None)
     total = sum(serial.values()) + (parallel[longest] if longest else 0.0)
     wait = max(0.0, hidden_ms - 2 * total / m.geometry.L)
@@ -172,7 +173,8 @@ def estimate_cpu(
     disk_ms = sum(r.ms_per_token for r in reads if r.what == "experts")
     serial = {
         "dense weights from RAM": product_ms(dense, costs, threads, gbps),
-        "experts from RAM": (product_ms(experts, costs, threads, gbps) + costs.expert_ms(g, threads)) * (1 - where.disk),
+        "experts from RAM": (product_ms(experts, costs, threads, gbps) + costs.expert_ms(g, threads))
+        * (1 - where.disk),
         "state and attention": max(costs.state_ms(g, cells, threads), state_bytes / gbps / 1e6),
         "ops and joins": costs.fixed_ms(g, n_ops, threads),
     }
@@ -197,9 +199,11 @@ def estimate_gpu(
     kv: str,
     where: Residency,
     reads: list[DiskRead],
-    link_usable: bool, costs: CpuCosts,
+    link_usable: bool,
+    costs: CpuCosts,
 ) -> Estimate:
-    """Decode bound with a GPU: dense weights from VRAM, then hits, misses on the CPU and the PCIe share side by side."""
+    """Decode bound with a GPU: dense weights from VRAM, then hits, misses on the CPU and the PCIe share side by
+    side."""
     g = m.geometry
     dense = float(sum(c.read_bytes for c in (*m.dense, m.embedding, m.head)))
     state = 3.0 * gdn_state_bytes(g) + attention_bytes(m, context, kv)

@@ -47,7 +47,7 @@ class WeightClass:
 class DraftFacts:
     """The draft layer. Its experts and dense weights in bytes, and the rows of the head that it scores.
 
-    source is where the numbers come from: a folder or file beside the model, or "standard form" for one that is not here.
+    source is where the numbers come from: a file or folder, or "standard form" for a draft layer that is not here.
     """
 
     dense_bytes: int
@@ -176,9 +176,11 @@ def draft_facts(
     source: str = "standard form",
     expert_type: str = "Q2_0",
 ) -> DraftFacts:
-    """The draft layer in its usual form: Q8_0 projections, BF16 hyper-connections and router, F32 norms, `expert_type` experts.
+    """The draft layer in its usual form: Q8_0 projections, BF16 hyper-connections and router, F32 norms,
+    `expert_type` experts.
 
-    vocabulary: head rows that drafts are scored on; None is the usual subset, or the whole vocabulary if that is smaller.
+    vocabulary: head rows that drafts are scored on; None is the usual subset, or the whole vocabulary if that is
+    smaller.
     """
     q8 = 2 * g.D * g.D + 2 * g.H * g.dh * g.D + 2 * g.Hkv * g.dh * g.D + g.H * g.dh * g.D
     q8 += (g.indexer_heads + 1) * g.indexer_dim * g.D + 3 * g.shared_width * g.D

@@ -1,4 +1,5 @@
-"""Doctor: what this machine has, what of it will be slow, why, and what to do. Nothing here may fail on a lean machine."""
+"""Doctor: what this machine has, what of it will be slow, why, and what to do. Nothing here may fail on a lean
+machine."""
 
 from __future__ import annotations
 
@@ -147,13 +148,12 @@ def _read_probe(place: Path) -> tuple[str, float, float] | None:
 
 
 def _machine_facts(report: Report, m: Machine, compiler: object) -> None:
-    gpus = [
-        f"{g.name}, {g.total_bytes >> 20:,} MiB ({g.free_bytes >> 20:,} free), compute {'.'.join(map(str, g.capability or ('?',)))}, "
-        f"PCIe {g.link[0]} x{g.link[1]}"
-        if g.link
-        else f"{g.name}, {g.total_bytes >> 20:,} MiB"
-        for g in m.gpus
-    ]
+    gpus = []
+    for g in m.gpus:
+        compute = ".".join(map(str, g.capability)) if g.capability else "not known"
+        link = f"PCIe {g.link[0]} x{g.link[1]}" if g.link else "link not known"
+        mib = f"{g.total_bytes >> 20:,} MiB ({g.free_bytes >> 20:,} free)"
+        gpus.append(f"{g.name}, {mib}, compute {compute}, {link}")
     report.facts["GPU"] = {"cards": gpus, "driver": m.driver, "problem": m.gpu_problem or "none", "NVRTC": compiler}
     report.facts["CPU"] = {
         "name": m.cpu_name,
@@ -237,7 +237,7 @@ def advise(m: Machine, compiler: object, lock: object, pages: object, times: obj
             out.append(
                 Advice(
                     f"GPU {g.name}",
-                    f"{(g.total_bytes - g.free_bytes) >> 20:,} MiB of VRAM are taken by other programs: fewer experts fit",
+                    f"{(g.total_bytes - g.free_bytes) >> 20:,} MiB of VRAM are taken by others: fewer experts fit",
                     "close them before loading",
                 )
             )

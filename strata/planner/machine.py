@@ -165,7 +165,7 @@ class Machine:
         """A machine that is not here. Sizes in GiB, rates in GB/s; without `gpu` and `vram_gib` it has no card.
 
         `gpu` is a card by name ("RTX 5070"); `vram_gib` alone is a card of middling speed. RAM available is all but
-        1.5 GiB unless given. Raises BadArgument for a card or tier that is not known and for sizes that are not positive.
+        1.5 GiB unless given. Raises BadArgument for an unknown card or tier and for sizes that are not positive.
         """
         for label, value in (
             ("vram_gib", vram_gib),

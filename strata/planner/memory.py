@@ -59,10 +59,16 @@ def _check_cpu(machine: Machine, o: PlanOptions) -> None:
     if o.slots or o.vram_gib is not None:
         raise BadArgument("slots and vram_gib need a GPU", found=found)
     if o.experts not in ("auto", "mapped"):
-        raise BadArgument(f"experts={o.experts!r} needs a GPU", found=found, needed="mapped or auto",
-                          advice="The CPU backend computes experts in place, in the mapped file.")
+        raise BadArgument(
+            f"experts={o.experts!r} needs a GPU",
+            found=found,
+            needed="mapped or auto",
+            advice="The CPU backend computes experts in place, in the mapped file.",
+        )
     if isinstance(o.prefill, int) and o.prefill != CELL_ROWS:
-        raise BadArgument("the CPU reads prompts in chunks of one cell", found=o.prefill, needed=f"{CELL_ROWS}, auto or windows")
+        raise BadArgument(
+            "the CPU reads prompts in chunks of one cell", found=o.prefill, needed=f"{CELL_ROWS}, auto or windows"
+        )
 
 
 def default_threads(machine: Machine, gpu: Gpu | None, o: PlanOptions) -> int:
@@ -156,7 +162,8 @@ def plan(
 
 
 def _context(m: ModelFacts, machine: Machine, gpu: Gpu | None, o: PlanOptions, largest: int) -> tuple[int, list[str]]:
-    """(context, notes): as asked, else the smaller of the trained one and what fits, without disk reads if that can be."""
+    """(context, notes): as asked, else the smaller of the trained one and what fits, without disk reads if that can
+    be."""
     trained = m.geometry.trained_context
     if o.context is not None:
         note = (
@@ -176,14 +183,13 @@ def _context(m: ModelFacts, machine: Machine, gpu: Gpu | None, o: PlanOptions, l
 
 
 def _context_cost(m: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, context: int, priced: Priced) -> list[str]:
-    """A note on what the automatic context costs in slots: the cache follows the configured context, not the used one."""
+    """A note on what the automatic context costs in slots: the cache follows the configured context, not the used
+    one."""
     modest = price(m, machine, gpu, replace(o, context=MODEST_CONTEXT), MODEST_CONTEXT)
     gain = modest.allotment.n_slots - priced.allotment.n_slots
     if gain <= 0:
         return []
-    return [
-        f"context {context:,} costs {gain:,} of {modest.allotment.n_slots:,} expert slots against context={MODEST_CONTEXT}"
-    ]
+    return [f"context {context:,} costs {gain:,} of the {modest.allotment.n_slots:,} slots of context={MODEST_CONTEXT}"]
 
 
 @lru_cache(maxsize=8)

@@ -1,7 +1,7 @@
 """Prices of everything but experts: the lines a backend allocates, in order, from geometry and file facts.
 
-Window and prefill buffers are those of the programs that the architecture emits; what single ops need besides is written
-here until the ops say it themselves.
+Window and prefill buffers are those of the programs that the architecture emits; what single ops need besides is
+written here until the ops say it themselves.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ def gpu_window_bytes(g: Geometry, context: int) -> int:
 
 
 def prefill_bytes(g: Geometry, rows: int, max_expert_bytes: int) -> int:
-    """Buffers of a prefill chunk of `rows` rows: program buffers, gathered expert rows, a fixed workspace (block scores of a
+    """Buffers of a prefill chunk of `rows` rows: program buffers, gathered expert rows, a fixed workspace (block
+    scores of a
     slab of rows, product tiles), and from 1,024 rows up a ring for experts on their way. Independent of the context."""
     if rows == 0:
         return 0
@@ -127,7 +128,7 @@ def session_lines(g: Geometry, context: int, kv: str, sessions: int, device: str
             "KV cache",
             device,
             sessions * state.kv_bytes(g, cells, kv),
-            f"{each}{cells:,} cells, {kv}, {len(g.qsa_layers)} layers, {state.kv_cell_bytes(g, kv):,} bytes a cell and layer",
+            f"{each}{cells:,} cells, {kv}, {len(g.qsa_layers)} layers of {state.kv_cell_bytes(g, kv):,} bytes a cell",
         ),
         PlanLine(
             "pooled keys",
@@ -249,7 +250,8 @@ def gpu_host_lines(m: ModelFacts, ngram_rows: int, checkpoints: int) -> list[Pla
 
 @lru_cache(maxsize=64)
 def cpu_shared_bytes(g: Geometry) -> int:
-    """Scratch and io buffers of the CPU backend: one place per name, as large as its widest program needs; no logits."""
+    """Scratch and io buffers of the CPU backend: one place per name, as large as its widest program needs; no
+    logits."""
     widest: dict[str, int] = {}
     for buffer in (*program_buffers(g, WINDOW_ROWS, False), *program_buffers(g, CELL_ROWS, True)):
         widest[buffer.name] = max(widest.get(buffer.name, 0), buffer.n_bytes)

@@ -21,7 +21,7 @@ class PlanOptions:
     sessions     session states allocated at load
     kv           "auto" (f16 up to 8K of context, int8 above), "f16" or "int8"
     device       "auto" (the first GPU, else the CPU), "cpu" or "cuda:N"
-    experts      where RAM holds experts: "mapped" (file pages), "pinned" (all, locked for the GPU), "resident" (what VRAM
+    experts      what RAM holds: "mapped" (file pages), "pinned" (all, locked for the GPU), "resident" (what VRAM
                  does not hold), "auto" (the fastest that fits)
     slots        experts held in VRAM: None = what fits, 0 = none, else exactly so many
     prefill      "auto", "windows" (no chunk buffers) or rows of a chunk (a multiple of 256)

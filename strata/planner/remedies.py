@@ -35,7 +35,9 @@ def _changes(o: PlanOptions, context: int, kv: str, gpu: Gpu | None) -> Iterator
     if o.draft != "off":
         yield 'draft="off"', replace(o, draft="off"), context
     if gpu is not None and o.device != "cpu" and o.experts in ("auto", "mapped"):
-        alone = replace(o, device="cpu", slots=None, vram_gib=None, prefill="windows" if o.prefill == "windows" else "auto")
+        alone = replace(
+            o, device="cpu", slots=None, vram_gib=None, prefill="windows" if o.prefill == "windows" else "auto"
+        )
         yield 'device="cpu" (slower)', alone, context
 
 

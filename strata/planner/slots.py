@@ -1,4 +1,5 @@
-"""The expert cache: how many experts of each layer fit into given bytes. Slots have the size of their layer's experts."""
+"""The expert cache: how many experts of each layer fit into given bytes. Slots have the size of their layer's
+experts."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Allotment:
 
 
 def slot_sizes(expert_bytes: tuple[int, ...]) -> tuple[int, ...]:
-    """Bytes of one slot by layer: the layer's expert, rounded up. Layers differ, so no size is a constant of the model."""
+    """Bytes of one slot by layer: the layer's expert, rounded up. Layers differ, so no size is a constant of the
+    model."""
     return tuple(-(-b // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for b in expert_bytes)
 
 

@@ -54,7 +54,7 @@ class Ledger:
         """Memory of the automatic checkpoints."""
         return self.capacity * self.state.recurrent.nbytes
 
-    def take(self, tokens: np.ndarray) -> None:
+    def take(self, tokens: np.ndarray, drafter: object = None) -> None:
         """Keep an automatic checkpoint of the current state; one at the same position is replaced."""
         if self.capacity == 0 or len(tokens) == 0:
             return
@@ -65,17 +65,22 @@ class Ledger:
             self._drop(min(spare, key=lambda c: c.used))
         place = self._free.pop()
         place[:] = self.state.recurrent
-        self._add(Checkpoint(tokens.copy(), place, used=next(self._clock)), self._kept.append)
+        self._add(Checkpoint(tokens.copy(), place, drafter, used=next(self._clock)), self._kept.append)
 
-    def give(self, tokens: np.ndarray) -> Checkpoint:
+    def give(self, tokens: np.ndarray, drafter: object = None) -> Checkpoint:
         """A checkpoint that the caller owns."""
-        made = Checkpoint(tokens.copy(), self.state.recurrent.copy(), owner=self)
+        made = Checkpoint(tokens.copy(), self.state.recurrent.copy(), drafter, owner=self)
         self._add(made, self._users.add)
         return made
 
     def _add(self, made: Checkpoint, add) -> None:
         add(made)
         self._deepest = max(self._deepest, made.rows)
+
+    def disown(self) -> None:
+        """Kill every checkpoint that a caller owns."""
+        for c in self._users:
+            c.alive = False
 
     def owns(self, checkpoint: Checkpoint) -> bool:
         return checkpoint.owner is self

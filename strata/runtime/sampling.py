@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -311,49 +311,3 @@ def warm_up() -> None:
             request = params.head_request([], [0])
             sample(summarise(logits, request), 0, params, 0, request)
             distribution(logits[0], params)
-
-
-def accept_exact(drafts: Sequence[int], draw: Callable[[int], int]) -> list[int]:
-    """Tokens that a window commits when a draft is accepted only if it equals the target's own draw.
-
-    drafts  the window's drafted tokens, row t + 1 of the window being drafts[t]
-    draw    t -> the token drawn after row t; called for t = 0, 1, ... until the first that is no accepted draft
-    The result is the accepted drafts and one more token: exactly what one-token decoding draws.
-    """
-    tokens = []
-    for t, draft in enumerate(drafts):
-        tokens.append(int(draw(t)))
-        if tokens[-1] != draft:
-            return tokens
-    tokens.append(int(draw(len(drafts))))
-    return tokens
-
-
-def accept_rejection(p_ids: np.ndarray, p_probs: np.ndarray, draft: int, q_ids: np.ndarray | None,
-                     q_probs: np.ndarray | None, u_accept: float, u_residual: float) -> tuple[bool, int]:  # fmt: skip
-    """Rejection rule for one draft: (accepted, token). The token has exactly the distribution p.
-
-    p_ids, p_probs  target distribution after the chain (`row_distribution`)
-    q_ids, q_probs  distribution the draft was drawn from; None = the drafter proposes this token for sure
-    u_accept        uniform of stream ACCEPT: accept if u q(d) < p(d)
-    u_residual      uniform of stream RESIDUAL: after a rejection draw from max(0, p - q); if that is empty, accept
-    """
-    at = np.flatnonzero(p_ids == draft)
-    p_draft = float(p_probs[at[0]]) if at.size else 0.0
-    if q_ids is None:
-        q_draft, rest = 1.0, np.where(p_ids == draft, 0.0, p_probs)
-    else:
-        place = np.flatnonzero(q_ids == draft)
-        q_draft = float(q_probs[place[0]]) if place.size else 0.0
-        need(q_draft > 0, "the draft cannot come from its own distribution", found=f"q({draft}) = {q_draft}",
-             needed="q(draft) > 0")  # fmt: skip
-        order = np.argsort(q_ids)
-        nearest = order[np.minimum(np.searchsorted(q_ids[order], p_ids), order.size - 1)]
-        rest = np.maximum(p_probs - np.where(q_ids[nearest] == p_ids, q_probs[nearest], 0.0), 0.0)
-    if u_accept * q_draft < p_draft:
-        return True, int(draft)
-    edges = np.cumsum(rest)
-    if edges[-1] <= 0:
-        return True, int(draft)
-    place = int(np.searchsorted(edges, u_residual * edges[-1], side="right"))
-    return False, int(p_ids[min(place, int(np.flatnonzero(rest)[-1]))])

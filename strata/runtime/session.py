@@ -9,10 +9,12 @@ from typing import Protocol
 import numpy as np
 
 from strata.base.errors import BadArgument
+from strata.base.geometry import WINDOW_ROWS
 from strata.base.state import State
 from strata.base.window import HeadRequest, HeadRows
 from strata.runtime.checkpoints import Checkpoint, Ledger
 from strata.runtime.reading import Piece, checkpoint_marks, common_prefix, pieces
+from strata.spec.mtp import DraftSlot, MtpDrafter
 
 log = logging.getLogger("strata")
 
@@ -35,8 +37,14 @@ class SessionState:
     context  cells of the session          tokens  int32 tokens whose rows the state holds
     """
 
-    def __init__(self, backend: Backend, context: int, checkpoints: int = AUTOMATIC_CHECKPOINTS):
-        self.backend, self.context = backend, context
+    def __init__(
+        self,
+        backend: Backend,
+        context: int,
+        checkpoints: int = AUTOMATIC_CHECKPOINTS,
+        mtp: MtpDrafter | None = None,
+    ):
+        self.backend, self.context, self.mtp = backend, context, mtp
         self.state = backend.new_state()
         self.ledger = Ledger(self.state, checkpoints)
         self._tokens = np.zeros(context, np.int32)
@@ -63,18 +71,33 @@ class SessionState:
         self.ledger.wrote(self.state.rows)
         self.backend.window(self.state, tokens, self.previous)
 
-    def commit(self, tokens: np.ndarray, n_keep: int) -> None:
-        """Keep the first n_keep rows of the window just run with `tokens`."""
+    def commit(self, tokens: np.ndarray, n_keep: int, eager: bool = False) -> None:
+        """Keep the first n_keep rows of the window just run with `tokens`; eager: the drafter follows at once."""
         at = self.state.rows
-        self.backend.commit(self.state, n_keep)
         self._tokens[at : at + n_keep] = tokens[:n_keep]
+        try:
+            self.backend.commit(self.state, n_keep)
+        except BaseException:  # an interrupt in the middle: nobody knows which layers have advanced
+            self.clear()
+            raise
+        self._drafter_follows(tokens[:n_keep], eager)
+
+    def _drafter_follows(self, tokens: np.ndarray, eager: bool) -> None:
+        """Show the draft layer's driver the rows just committed, whose streams the backend still holds."""
+        if self.mtp is None:
+            return
+        for row in range(0, len(tokens), WINDOW_ROWS):
+            part = tokens[row : row + WINDOW_ROWS]
+            self.mtp.rows_kept(self.state, self.backend.streams[row : row + len(part)], part, eager)
 
     def prefill(self, tokens: np.ndarray) -> None:
         """Read one whole cell."""
         at = self.state.rows
         self.ledger.wrote(at)
-        self.backend.prefill(self.state, tokens, self.previous)
+        previous = self.previous
         self._tokens[at : at + len(tokens)] = tokens
+        self.backend.prefill(self.state, tokens, previous)
+        self._drafter_follows(tokens, eager=True)
 
     def read(
         self,
@@ -102,15 +125,25 @@ class SessionState:
             if after is not None:
                 after(piece)
             if not piece.cell:
-                self.commit(part, piece.n)
+                self.commit(part, piece.n, eager=True)
             if self.state.rows in marks:
-                self.ledger.take(self.tokens)
+                self.ledger.take(self.tokens, self._drafter_slot())
 
     # ---- reuse
 
     def clear(self) -> None:
         """Forget the conversation; checkpoints stay until their cells are written again."""
         self.state.clear()
+        if self.mtp is not None:
+            self.mtp.clear()
+
+    def _drafter_slot(self) -> DraftSlot | None:
+        return None if self.mtp is None else self.mtp.snapshot(self.state)
+
+    def renew(self) -> None:
+        """Clear for another owner: no checkpoint that the last one took can be restored any more."""
+        self.clear()
+        self.ledger.disown()
 
     def rewind(self, prompt: np.ndarray) -> int:
         """Go to the longest state that is a prefix of the prompt and leaves at least its last token to read.
@@ -138,7 +171,7 @@ class SessionState:
 
     def checkpoint(self) -> Checkpoint:
         """A checkpoint of the current position that the caller owns."""
-        return self.ledger.give(self.tokens)
+        return self.ledger.give(self.tokens, self._drafter_slot())
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Back to a checkpoint of this session. BadArgument if it is another session's or its cells were overwritten."""
@@ -153,6 +186,10 @@ class SessionState:
         self._restore(checkpoint)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
-        self.state.recurrent[:] = checkpoint.recurrent
-        self._tokens[: checkpoint.rows] = checkpoint.tokens
-        self.state.rows = checkpoint.rows
+        rows, state, tokens = checkpoint.rows, self.state, self._tokens
+        # Nothing is called from here on, so an interrupt comes before or after all of it.
+        state.recurrent[:] = checkpoint.recurrent
+        tokens[:rows] = checkpoint.tokens
+        state.rows = rows
+        if self.mtp is not None:
+            self.mtp.restore(checkpoint.drafter)

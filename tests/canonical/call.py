@@ -1,4 +1,4 @@
-"""Runs compiled ops without a model: argument records, state slots, error words, guarded outputs, comparison of bits."""
+"""Runs compiled ops without a model: argument records, state slots, error words, guarded outputs; compares bits."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def check_guards(array: np.ndarray) -> None:
 
 
 def bits(x: np.ndarray) -> np.ndarray:
-    """Bits of a float array as unsigned integers, every NaN as one pattern: its payload is no part of the arithmetic."""
+    """Bits of a float array as unsigned integers, every NaN as one pattern: its payload is not defined."""
     x = np.ascontiguousarray(x)
     unsigned = {2: np.uint16, 4: np.uint32, 8: np.uint64}[x.itemsize]
     return np.where(np.isnan(x), np.full((), np.nan, x.dtype).view(unsigned), x.view(unsigned))

@@ -22,7 +22,7 @@ def product_f32(w: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 def product_q8_0(w: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """w uint8 (rows, K / 32 * 34) in blocks of 32 times x (K,): lane 8 (b mod 2) + j takes values 4j..4j+3 of block b."""
+    """w uint8 (rows, K / 32 * 34) times x (K,): lane 8 (b mod 2) + j takes values 4j..4j+3 of block b."""
     blocks = w.reshape(len(w), -1, 34)
     d = np.ascontiguousarray(blocks[:, :, :2]).view(np.float16)[..., 0].astype(np.float32)
     codes = blocks[:, :, 2:].view(np.int8).astype(np.int32)
@@ -35,14 +35,15 @@ def product_q8_0(w: np.ndarray, x: np.ndarray) -> np.ndarray:
     return tree_sum(acc) + np.float32(0)
 
 
-def expert(x: np.ndarray, gate, up, down, product, scales=(1, 1, 1)) -> np.ndarray:
-    """One expert of one row before its weight; the last scale belongs to the combine."""
-    g, u = product(gate, x) * np.float32(scales[0]), product(up, x) * np.float32(scales[1])
-    return product(down, swiglu(g, u))
+def expert(x: np.ndarray, matrices, products, scales=(1, 1, 1)) -> np.ndarray:
+    """One expert (gate, up, down) of one row before its weight; the last scale belongs to the combine."""
+    g, u = (products[i](matrices[i], x) * np.float32(scales[i]) for i in range(2))
+    return products[2](matrices[2], swiglu(g, u))
 
 
 def combine(weights, outputs, down_scales, shared_gate, shared) -> tuple[np.ndarray, bool]:
-    """weights (K,), outputs (K, D), down_scales (K,), shared_gate (), shared (D,) -> y (D,), whether a term overflowed."""
+    """One row: weights and down_scales (K,), outputs (K, D), shared_gate (), shared (D,) -> y (D,), whether a term
+    overflowed."""
     total, overflow = combine_terms(sigmoid32(shared_gate), shared)
     for w, y, s in zip(weights, outputs, down_scales, strict=True):
         with np.errstate(all="ignore"):

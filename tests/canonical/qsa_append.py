@@ -8,7 +8,7 @@ from .rotary import norm_rotate
 
 
 def pooled_key(raw: np.ndarray, w: np.ndarray, eps: float, first_row: np.ndarray) -> np.ndarray:
-    """raw (block, dim) keys of one block -> (dim,): mean by an ascending sum, norm, rotation by its first cell's row."""
+    """raw (block, dim) keys of one block -> (dim,): mean (ascending sum), norm, rotation to the first cell."""
     total = np.zeros(raw.shape[1], np.float32)
     for key in raw:
         total = total + key

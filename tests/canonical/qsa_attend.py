@@ -11,10 +11,11 @@ from .sums import head_dot
 TILE = 64
 
 
-def visible_cells(n: int, block: int, blocks: np.ndarray) -> np.ndarray:
-    """Ascending cells of a row that sees n: all (block = 0), or those of the chosen blocks and the incomplete tail."""
+def visible_cells(n: int, block: int, budget: int, blocks: np.ndarray | None) -> np.ndarray:
+    """Ascending cells of a row that sees n: those of the chosen blocks and the incomplete tail; or, with block 0, the
+    last `budget`, all for budget 0."""
     if block == 0:
-        return np.arange(n)
+        return np.arange(max(0, n - budget) if budget else 0, n)
     cells = [np.arange(b * block, (b + 1) * block) for b in blocks]
     return np.concatenate([*cells, np.arange(n // block * block, n)]).astype(np.int64)
 

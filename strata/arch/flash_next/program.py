@@ -12,7 +12,7 @@ from strata.base.geometry import Geometry
 from strata.base.program import Buffer, Op, Program
 
 
-class _Builder:
+class Builder:
     """Collects ops and declares their buffers on first use."""
 
     def __init__(self, name: str, T: int, g: Geometry):
@@ -34,15 +34,31 @@ class _Builder:
     def op(self, kind: str, layer: int, consts: Mapping[str, int | float] | None = None, **buffers: str) -> None:
         self.ops.append(Op(kind, layer, buffers, consts or {}))
 
-    def linear(self, layer: int, x: str, **outputs: tuple[str, str]) -> None:
-        """Products of one input with several matrices: output port -> (matrix, output buffer)."""
+    def linear(self, layer: int, x: str, rows: int = 1, **outputs: tuple[str, str]) -> None:
+        """Products of one input with several matrices: output port -> (matrix, output buffer).
+
+        rows: each row of x counts as that many rows of its width divided by as much.
+        """
         ports = {"x": x}
         for i, (matrix, y) in enumerate(outputs.values()):
             ports[f"w{i}"], ports[f"y{i}"] = matrix, y
-        self.op("linear", layer, {"n": len(outputs)}, **ports)
+        self.op("linear", layer, {"n": len(outputs), "rows": rows}, **ports)
 
     def done(self) -> Program:
         return Program(self.name, self.T, tuple(self.ops), self.buffers)
+
+
+def kv_buffers(prefix: str, g: Geometry, context: int, kv: str) -> list[Buffer]:
+    """K and V cells of one attention layer."""
+    out = []
+    for part in ("k", "v"):
+        name = f"{prefix}.{part}"
+        if kv == "f16":
+            out.append(Buffer(name, (context, g.Hkv, g.dh), "float16", "cells"))
+        else:
+            out.append(Buffer(name, (context, g.Hkv, g.dh), "int8", "cells"))
+            out.append(Buffer(name + "_scales", (context, g.Hkv, g.dh // 64), "float16", "cells"))
+    return out
 
 
 def state_buffers(g: Geometry, context: int, kv: str) -> list[Buffer]:
@@ -56,13 +72,7 @@ def state_buffers(g: Geometry, context: int, kv: str) -> list[Buffer]:
     if g.ngram:
         out.append(Buffer("ngram.history", (g.ngram.history_rows, g.CD), "float32", "recurrent"))
     for layer in g.qsa_layers:
-        for part in ("k", "v"):
-            name = f"qsa.{layer}.{part}"
-            if kv == "f16":
-                out.append(Buffer(name, (context, g.Hkv, g.dh), "float16", "cells"))
-            else:
-                out.append(Buffer(name, (context, g.Hkv, g.dh), "int8", "cells"))
-                out.append(Buffer(name + "_scales", (context, g.Hkv, g.dh // 64), "float16", "cells"))
+        out += kv_buffers(f"qsa.{layer}", g, context, kv)
         if g.block_cells:
             blocks = context // g.block_cells
             out.append(Buffer(f"qsa.{layer}.block_keys", (blocks, g.indexer_dim), "float32", "cells"))
@@ -70,14 +80,14 @@ def state_buffers(g: Geometry, context: int, kv: str) -> list[Buffer]:
     return out
 
 
-def _hc_read(b: _Builder, layer: int, prefix: str, inject: bool = True) -> None:
+def hc_read(b: Builder, layer: int, prefix: str, inject: bool = True, streams: str = "streams") -> None:
     """u, a = HCread(streams): the mixed input of a branch and how strongly its output returns to each stream."""
     g = b.g
     b.op(
         "hc_norm",
         layer,
         {"C": g.C, "D": g.D, "eps": g.rms_eps, "head": int(b.name == "head")},
-        x="streams",
+        x=streams,
         w=f"{prefix}_norm.weight",
         y=b.rows("hc.normed", g.CD),
     )
@@ -93,11 +103,11 @@ def _hc_read(b: _Builder, layer: int, prefix: str, inject: bool = True) -> None:
     b.op("hc_mix", layer, {"C": g.C, "D": g.D}, **ports)
 
 
-def _hc_add(b: _Builder, layer: int) -> None:
-    b.op("hc_add", layer, {"C": b.g.C, "D": b.g.D}, x="streams", y="y", a="a")
+def hc_add(b: Builder, layer: int, streams: str = "streams") -> None:
+    b.op("hc_add", layer, {"C": b.g.C, "D": b.g.D}, x=streams, y="y", a="a")
 
 
-def _gdn_ports(b: _Builder, layer: int, advance: bool) -> dict[str, str]:
+def _gdn_ports(b: Builder, layer: int, advance: bool) -> dict[str, str]:
     """Rows that commit replays: kept per layer for windows, shared when the state advances in place."""
     g = b.g
     own = "gdn" if advance else f"gdn.{layer}"
@@ -120,7 +130,7 @@ def _gdn_consts(g: Geometry) -> dict[str, int]:
     }
 
 
-def _gdn(b: _Builder, layer: int, state: dict[str, Buffer], advance: bool) -> None:
+def _gdn(b: Builder, layer: int, state: dict[str, Buffer], advance: bool) -> None:
     g, w = b.g, f"blk.{layer}."
     rows = _gdn_ports(b, layer, advance)
     b.linear(
@@ -151,12 +161,13 @@ def _gdn(b: _Builder, layer: int, state: dict[str, Buffer], advance: bool) -> No
     b.linear(layer, "gdn.out", out=(w + "ssm_out.weight", b.rows("y", g.D)))
 
 
-def _kv_ports(b: _Builder, layer: int, state: dict[str, Buffer]) -> dict[str, str]:
-    names = (f"qsa.{layer}.{part}" for part in ("k", "v", "k_scales", "v_scales"))
+def kv_ports(b: Builder, prefix: str, state: dict[str, Buffer]) -> dict[str, str]:
+    """Ports of the K and V cells called `prefix`.k and so on."""
+    names = (f"{prefix}.{part}" for part in ("k", "v", "k_scales", "v_scales"))
     return {n.rsplit(".", 1)[1]: b.state(state[n]) for n in names if n in state}
 
 
-def _qsa(b: _Builder, layer: int, state: dict[str, Buffer]) -> None:
+def _qsa(b: Builder, layer: int, state: dict[str, Buffer]) -> None:
     g, w = b.g, f"blk.{layer}."
     outputs = {
         "q": (w + "attn_q.weight", b.rows("qsa.q_gate", 2 * g.H * g.dh)),
@@ -167,7 +178,7 @@ def _qsa(b: _Builder, layer: int, state: dict[str, Buffer]) -> None:
         outputs["iq"] = (w + "indexer.q_proj.weight", b.rows("qsa.iq", g.indexer_heads * g.indexer_dim))
         outputs["ik"] = (w + "indexer.k_proj.weight", b.rows("qsa.ik", g.indexer_dim))
     b.linear(layer, "u", **outputs)
-    kv = _kv_ports(b, layer, state)
+    kv = kv_ports(b, f"qsa.{layer}", state)
     heads = {"H": g.H, "Hkv": g.Hkv, "dh": g.dh, "rotary": g.rotary_dims, "eps": g.rms_eps}
     index = {"heads": g.indexer_heads, "dim": g.indexer_dim, "block": g.block_cells, "budget": g.budget_blocks}
     common = {"pos": b.buffer("pos", (1,), "int64", "io"), "rope": "rope"}
@@ -215,8 +226,9 @@ def _qsa(b: _Builder, layer: int, state: dict[str, Buffer]) -> None:
     b.linear(layer, "qsa.out", out=(w + "attn_output.weight", b.rows("y", g.D)))
 
 
-def _experts(b: _Builder, layer: int) -> None:
-    g, w = b.g, f"blk.{layer}."
+def moe(b: Builder, layer: int, w: str) -> None:
+    """Router, routed and shared experts of the tensors called w + name: u -> y."""
+    g = b.g
     b.linear(
         layer,
         "u",
@@ -240,7 +252,7 @@ def _experts(b: _Builder, layer: int) -> None:
     )
 
 
-def _ngram(b: _Builder, layer: int, state: dict[str, Buffer], advance: bool) -> None:
+def _ngram(b: Builder, layer: int, state: dict[str, Buffer], advance: bool) -> None:
     g, n, w = b.g, b.g.ngram, f"blk.{layer}."
     rows = b.buffer("ngram.rows", (b.T, n.width), "float32", "io")
     b.op("ngram_wait", layer, {}, ticket=b.buffer("ngram.ticket", (2,), "int64", "io"))
@@ -272,7 +284,7 @@ def trunk_program(g: Geometry, T: int, context: int, kv: str, *, advance: bool =
     advance=False: a window; recurrent state is read, commit advances it. advance=True: a prefill chunk; recurrent state
     advances in place and nothing is left for commit.
     """
-    b = _Builder("prefill" if advance else "trunk", T, g)
+    b = Builder("prefill" if advance else "trunk", T, g)
     state = {s.name: s for s in state_buffers(g, context, kv)}
     b.buffer("rope", (context, g.rotary_dims), "float32", "table")
     tokens = b.buffer("tokens", (T,), "int32", "io")
@@ -280,31 +292,31 @@ def trunk_program(g: Geometry, T: int, context: int, kv: str, *, advance: bool =
     for layer, kind in enumerate(g.kinds):
         if g.ngram and g.ngram.layer == layer:
             _ngram(b, layer, state, advance)
-        _hc_read(b, layer, f"blk.{layer}.hc_attn")
+        hc_read(b, layer, f"blk.{layer}.hc_attn")
         if kind == "gdn":
             _gdn(b, layer, state, advance)
         else:
             _qsa(b, layer, state)
-        _hc_add(b, layer)
-        _hc_read(b, layer, f"blk.{layer}.hc_ffn")
-        _experts(b, layer)
-        _hc_add(b, layer)
+        hc_add(b, layer)
+        hc_read(b, layer, f"blk.{layer}.hc_ffn")
+        moe(b, layer, f"blk.{layer}.")
+        hc_add(b, layer)
     return b.done()
 
 
 def head_program(g: Geometry, T: int) -> Program:
     """Logits (T, V) of rows `head_row` .. of the streams that the last trunk left."""
-    b = _Builder("head", T, g)
+    b = Builder("head", T, g)
     b.rows("streams", g.CD)
     b.buffer("head_row", (1,), "int64", "io")
-    _hc_read(b, -1, "output_hc", inject=False)
+    hc_read(b, -1, "output_hc", inject=False)
     b.linear(-1, "u", logits=("output.weight", b.rows("logits", g.V)))
     return b.done()
 
 
 def commit_program(g: Geometry, T: int, context: int, kv: str) -> Program:
     """Advance recurrent state by the first `n_keep` <= T rows of the last window."""
-    b = _Builder("commit", T, g)
+    b = Builder("commit", T, g)
     state = {s.name: s for s in state_buffers(g, context, kv)}
     keep = b.buffer("n_keep", (1,), "int64", "io")
     if g.ngram:

@@ -20,7 +20,7 @@ import strata
 from strata.base.errors import need
 from strata.base.geometry import CELL_ROWS, CONTEXT_RESERVE
 from strata.cli import flags
-from strata.cli.bench.timing import TimedBackend, TimedText, empty_job_us
+from strata.cli.bench.timing import TimedBackend, TimedText, job_overhead_us
 from strata.cli.output import Bar, working
 from strata.planner.machine import Machine
 from strata.runtime.generate import Generation
@@ -52,11 +52,12 @@ def command(
 ) -> None:
     """Measure greedy decode and prefill of a stored text, and split a token's time.
 
-    kernels: compiled ops. join: handing jobs to threads and waiting for their end, as jobs a token times the measured
-    cost of an empty job (waiting for a slower thread counts as kernels). text: tokens to characters, stop strings.
-    Python: everything else, in the backend's entry points and in the generate loop.
+    kernels: compiled ops. join: handing jobs to threads and collecting them, as jobs a token times the measured
+    overhead of a job of equal chunks; waiting for a thread that has more to do counts as kernels. text: tokens to
+    characters, stop strings. Python: everything else, in the backend's entry points and in the generate loop.
     """
-    for name, value, least in (("--tokens", tokens, 2), ("--prefill-tokens", prefill_tokens, 2), ("--repeat", repeat, 1)):
+    counts = (("--tokens", tokens, 2), ("--prefill-tokens", prefill_tokens, 2), ("--repeat", repeat, 1))
+    for name, value, least in counts:
         need(value >= least, f"{name} is too small", found=value, needed=f">= {least}")
     cells = max(PROMPT_TOKENS + tokens, prefill_tokens) + CONTEXT_RESERVE + 1
     context = context if context is not None else -(-cells // CELL_ROWS) * CELL_ROWS
@@ -92,7 +93,7 @@ def command(
                 "us_per_token": _split(split),
                 "profiled_tokens_per_s": _spread([1e6 / s.wall_us for s in split]),
                 "jobs_per_token": round(statistics.median(s.jobs for s in split), 1),
-                "empty_job_us": round(statistics.median(s.empty_job_us for s in split), 3),
+                "job_overhead_us": round(bench.overhead_us, 3),
             },
             "prefill": {"tokens": prefill_tokens, "mode": prefill, "tokens_per_s": _spread(reading)},
             "ops_us_per_token": _ops(split),
@@ -106,22 +107,18 @@ class Sample:
 
     wall     from asking for a chunk of the stream to the next          backend  inside the backend's entry points
     walk     inside compiled programs (0 unless profiled)               text     detokeniser and stop strings
-    jobs     jobs shared by the pool's threads, a token                 empty_job_us  cost of one without work
+    join     sharing jobs among threads, within walk                    jobs     jobs shared, a token
     busy     CPU seconds a second of all threads                        ops      walk by kind of op
     """
 
     wall_us: float
     backend_us: float
     walk_us: float
+    join_us: float
     text_us: float
     jobs: float
-    empty_job_us: float
     busy: float
     ops: dict[str, float]
-
-    @property
-    def join_us(self) -> float:
-        return min(self.jobs * self.empty_job_us, self.walk_us)
 
     def parts(self) -> dict[str, float]:
         """The split; its five parts add up to the wall time."""
@@ -144,6 +141,7 @@ class Bench:
         self.state = SessionState(self.backend, model.context, checkpoints=0)
         text = files("strata.cli.bench").joinpath("prompt.txt").read_text(encoding="utf-8")
         self.tokens = model.tokenize(text, special=False)
+        self.overhead_us = job_overhead_us(self.inner.pool)
 
     def prompt(self, n: int) -> np.ndarray:
         """The first n tokens of the stored text, repeated where it is shorter."""
@@ -161,15 +159,14 @@ class Bench:
         next(stream)
         if profile:
             self.inner.profile(True)
-        jobs = self.inner.pool.stats()
+        jobs = self.inner.pool.stats()["jobs"]
         backend_s, text_s = self.backend.clock.seconds, text.clock.seconds
         cpu_s, began = time.process_time(), time.perf_counter()
         for _ in stream:
             pass
         wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_s
         backend_s, text_s = self.backend.clock.seconds - backend_s, text.clock.seconds - text_s
-        after = self.inner.pool.stats()
-        n_jobs, n_chunks = after["jobs"] - jobs["jobs"], after["chunks"] - jobs["chunks"]
+        jobs = (self.inner.pool.stats()["jobs"] - jobs) / n_tokens
         op_ns = self.inner.op_times() if profile else {}
         if profile:
             self.inner.profile(False)
@@ -178,9 +175,9 @@ class Bench:
             wall_us=wall_s * us,
             backend_us=backend_s * us,
             walk_us=sum(op_ns.values()) / 1e9 * us,
+            join_us=jobs * self.overhead_us if profile else 0.0,
             text_us=text_s * us,
-            jobs=n_jobs / n_tokens,
-            empty_job_us=empty_job_us(self.inner.pool, round(n_chunks / n_jobs)) if profile and n_jobs else 0.0,
+            jobs=jobs,
             busy=cpu_s / wall_s,
             ops={kind: ns / 1e9 * us for kind, ns in op_ns.items()},
         )
@@ -237,11 +234,12 @@ def _text(report: dict[str, Any], ops: bool) -> list[str]:
         "",
         f"decode     {_rate(decode['tokens_per_s'])}, {decode['repeats']} x {decode['tokens']} tokens, "
         f"{decode['cpu_threads_busy']} CPUs busy",
-        f"prefill    {_rate(reading['tokens_per_s'])}, {decode['repeats']} x {reading['tokens']} tokens ({reading['mode']})",
+        f"prefill    {_rate(reading['tokens_per_s'])}, {decode['repeats']} x {reading['tokens']} tokens "
+        f"({reading['mode']})",
         "",
         f"one token  {parts['wall']:.0f} us while profiled ({_rate(decode['profiled_tokens_per_s'])})",
     ]
-    jobs = f"{decode['jobs_per_token']:.0f} jobs of {decode['empty_job_us']:.2f} us"
+    jobs = f"{decode['jobs_per_token']:.0f} jobs of {decode['job_overhead_us']:.2f} us"
     python = parts["python_backend"] + parts["python_loop"]
     inside = f"backend entry {parts['python_backend']:.0f} us, loop {parts['python_loop']:.0f} us"
     for name, us, detail in (("kernels", parts["kernels"], ""), ("join", parts["join"], jobs),

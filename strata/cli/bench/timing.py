@@ -15,12 +15,14 @@ from strata.base.state import State
 from strata.base.window import HeadRequest, HeadRows
 from strata.cpu.compiled import chunk
 from strata.cpu.lower import parallel
+from strata.cpu.machine_code import clock_ns, pause
 from strata.cpu.pool import Pool
 from strata.cpu.walker import WalkList
 from strata.text.stop import TextStop
 
-EMPTY_JOBS = 256
-EMPTY_RUNS = 15
+JOBS = 256
+RUNS = 15
+CHUNK_NS = 2000
 
 
 class Clock:
@@ -86,22 +88,27 @@ class TimedText:
 
 
 @chunk
-def _nothing(desc, index, n_chunks):
-    """A chunk without work."""
+def _keep_busy(desc, index, n_chunks):
+    """A chunk that takes CHUNK_NS."""
+    until = clock_ns() + CHUNK_NS
+    while clock_ns() < until:
+        pause()
 
 
-def empty_job_us(pool: Pool, n_chunks: int) -> float:
-    """What the pool takes to hand out and join a job of n_chunks empty chunks, in us: the median over runs of many.
+def job_overhead_us(pool: Pool) -> float:
+    """What sharing a job adds to its work, in us: the median over runs of many jobs of one 2 us chunk a thread.
 
-    The workers are awake, as they are between the ops of a window.
+    The workers are awake, as they are between the ops of a window. 0 with one thread, where jobs are not shared.
     """
+    if pool.threads == 1:
+        return 0.0
     walk = WalkList()
-    for _ in range(EMPTY_JOBS):
-        walk.add(parallel, pool.address, n_chunks, _nothing.address)
+    for _ in range(JOBS):
+        walk.add(parallel, pool.address, pool.threads, _keep_busy.address)
     walk.run()
     times = []
-    for _ in range(EMPTY_RUNS):
+    for _ in range(RUNS):
         began = time.perf_counter()
         walk.run()
         times.append(time.perf_counter() - began)
-    return float(np.median(times)) / EMPTY_JOBS * 1e6
+    return max(float(np.median(times)) / JOBS * 1e6 - CHUNK_NS / 1e3, 0.0)

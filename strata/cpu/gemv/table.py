@@ -94,7 +94,10 @@ def _checked(format: BlockFormat, tier: int | None) -> int:
 
 @cache
 def _function(name: str, R: int, tier: int) -> CFunction:
-    return _PORTABLE_KERNELS[name](np.int64(R))  # a numpy integer is no literal type: the loops compile once for all R
+    function = _PORTABLE_KERNELS[name](np.int64(R))  # a numpy integer is no literal type: loops compile once for all R
+    # One cache index a kernel: variants that share one could take each other's file when two processes compile at once.
+    function.py_func.__qualname__ = f"{name}_r{R}_t{tier}"
+    return function
 
 
 def kernel_function(format: BlockFormat, R: int, tier: int | None = None) -> CFunction:

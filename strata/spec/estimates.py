@@ -1,0 +1,208 @@
+"""What the draft policy has learnt: milliseconds of a window by rows, and how often drafts come out as drafted.
+
+Everything is a running mean with a limited memory. Nothing here decides and nothing reads a clock.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from strata.base.geometry import WINDOW_ROWS
+
+SHAPE = (1.0, 1.35, 1.7, 2.05, 2.45, 2.85, 3.25, 3.6)
+"""Cost of a window of 1..8 rows in units of one row, where nothing else is known."""
+
+MEMORY = 200.0
+"""Trials that a rate looks back on."""
+
+PRIOR_WEIGHT = 4.0
+"""Trials that a prior counts for."""
+
+EDGES = (0.3, 0.5, 0.7, 0.85, 0.95)
+"""Borders of the buckets of a drafter's own probability."""
+
+MIDDLES = (0.15, 0.4, 0.6, 0.78, 0.9, 0.97, 0.7)
+"""Probability that stands for a bucket; the last bucket holds drafts without a probability."""
+
+NO_PROBABILITY = len(EDGES) + 1
+TRUST = 0.9
+"""Acceptance expected per unit of a drafter's own probability, before anything is known."""
+
+MATCH_EDGES = (6, 12, 24)
+LOOKUP_PRIORS = (0.75, 0.88, 0.93, 0.96)
+CHAIN_PRIORS = (0.45, 0.65, 0.8, 0.9)
+
+
+class Costs:
+    """Milliseconds of a window (verify and commit) by its rows.
+
+    table[T] for T = 1..8 (table[0] is unused): the running mean of what was measured, else interpolated between, or
+    extrapolated from, the sizes measured, along SHAPE.
+    """
+
+    def __init__(self) -> None:
+        self.table = [0.0] * (WINDOW_ROWS + 1)
+        self.n = [0] * (WINDOW_ROWS + 1)
+        self.last = [0] * (WINDOW_ROWS + 1)
+        self.longest = 0  # most rows measured
+
+    def observe(self, T: int, ms: float, round_index: int) -> None:
+        """Take in one window. One stray value moves a mean by a tenth; a size not tried for long moves faster."""
+        n, mean = self.n[T], self.table[T]
+        if n == 0:
+            mean = ms
+        elif n < 4 and ms * 1.5 < mean:  # the first windows of a size may pay for its set-up
+            mean = ms
+        else:
+            age = round_index - self.last[T]
+            step = max(0.1, 1.0 / (n + 1), min(0.5, age / 200.0))
+            mean += step * (min(ms, 2.0 * mean) - mean)
+        self.table[T] = mean
+        self.n[T], self.last[T] = n + 1, round_index
+        self.longest = max(self.longest, T)
+        self._fill()
+
+    def _fill(self) -> None:
+        """Estimate the sizes that were never measured."""
+        n, table = self.n, self.table
+        seen = [T for T in range(1, WINDOW_ROWS + 1) if n[T]]
+        if len(seen) == WINDOW_ROWS:
+            return
+        low, high = seen[0], seen[-1]
+        if low == high:
+            slope = table[low] / SHAPE[low - 1]
+        else:
+            slope = max(0.0, (table[high] - table[low]) / (SHAPE[high - 1] - SHAPE[low - 1]))
+        below = above = low
+        for T in range(1, WINDOW_ROWS + 1):
+            if n[T]:
+                below = T
+                continue
+            above = next((s for s in seen if s > T), 0)
+            if T < low:
+                table[T] = max(0.05 * table[low], table[low] - slope * (SHAPE[low - 1] - SHAPE[T - 1]))
+            elif not above:
+                table[T] = table[high] + slope * (SHAPE[T - 1] - SHAPE[high - 1])
+            else:
+                part = (SHAPE[T - 1] - SHAPE[below - 1]) / (SHAPE[above - 1] - SHAPE[below - 1])
+                table[T] = table[below] + part * (table[above] - table[below])
+
+
+class Rate:
+    """Share of trials that were good, over the last MEMORY trials; a change of regime shortens the memory at once."""
+
+    __slots__ = ("bad", "fast", "good")
+
+    def __init__(self) -> None:
+        self.good = self.bad = self.fast = 0.0
+
+    def add(self, good: bool) -> None:
+        n = self.good + self.bad
+        value = 1.0 if good else 0.0
+        if n < 16.0:
+            self.fast += (value - self.fast) / (n + 1.0) if n else value
+        else:
+            self.fast += 0.15 * (value - self.fast)
+            mean = self.good / n
+            # the variance of `fast` is mean (1 - mean) 0.15 / 1.85; four deviations are no chance
+            if (self.fast - mean) ** 2 > 16.0 * 0.081 * max(0.05, mean * (1.0 - mean)):
+                self.good, self.bad = 6.0 * self.fast, 6.0 * (1.0 - self.fast)
+        keep = 1.0 - 1.0 / MEMORY
+        self.good = self.good * keep + value
+        self.bad = self.bad * keep + 1.0 - value
+
+    def value(self, prior: float) -> float:
+        """Estimate, the prior counting for PRIOR_WEIGHT trials."""
+        return (self.good + PRIOR_WEIGHT * prior) / (self.good + self.bad + PRIOR_WEIGHT)
+
+
+class DrafterRates:
+    """Acceptance of a drafter by position in the window (0-based) and by bucket of its own probability.
+
+    Buckets and positions with few trials lean on the drafter's calibration: drafts that came out per draft expected.
+    """
+
+    def __init__(self) -> None:
+        places = range(WINDOW_ROWS - 1)
+        self._rates = [[Rate() for _ in MIDDLES] for _ in places]
+        self._mix = [[0.0] * len(MIDDLES) for _ in places]
+        self._good, self._expected = 0.0, 0.0
+        self._outlook: list[list[tuple[float, float]] | None] = [None for _ in places]
+        self._mean: list[float | None] = [None for _ in places]
+
+    @staticmethod
+    def bucket(probability: float | None) -> int:
+        return NO_PROBABILITY if probability is None else bisect_right(EDGES, probability)
+
+    @property
+    def calibration(self) -> float:
+        return min(1.1, (self._good + 3.0) / (self._expected + 3.0))
+
+    def rate(self, position: int, probability: float | None) -> float:
+        """Chance that this draft is accepted, given that those before it are."""
+        b = self.bucket(probability)
+        p = MIDDLES[b] if probability is None else probability
+        return self._rates[position][b].value(min(0.98, self.calibration * TRUST * p))
+
+    def outlook(self, position: int) -> list[tuple[float, float]]:
+        """(weight, acceptance) of the buckets that the next draft at this position may fall into."""
+        known = self._outlook[position]
+        if known is not None:
+            return known
+        mix, calibration = self._mix[position], self.calibration
+        total = sum(mix)
+        if total < 0.5:  # never drafted there: as at the position before, or as a fair drafter
+            known = self.outlook(position - 1) if position else [(1.0, min(0.98, calibration * TRUST * MIDDLES[-1]))]
+        else:
+            rates = self._rates[position]
+            known = [
+                (w / total, rates[b].value(min(0.98, calibration * TRUST * MIDDLES[b])))
+                for b, w in enumerate(mix)
+                if w > 0.01 * total
+            ]
+        self._outlook[position] = known
+        return known
+
+    def mean(self, position: int) -> float:
+        """Chance that a draft at this position is accepted, whatever its probability will be."""
+        known = self._mean[position]
+        if known is None:
+            known = self._mean[position] = sum(w * q for w, q in self.outlook(position))
+        return known
+
+    def drafted(self, position: int, probability: float | None) -> None:
+        """Note that a draft was made there."""
+        mix = self._mix[position]
+        for b, weight in enumerate(mix):
+            mix[b] = 0.98 * weight
+        mix[self.bucket(probability)] += 1.0
+        self._forget()
+
+    def trial(self, position: int, probability: float | None, good: bool) -> None:
+        """Note whether a draft came out, those before it having come out."""
+        b = self.bucket(probability)
+        self._rates[position][b].add(good)
+        p = MIDDLES[b] if probability is None else probability
+        self._good = 0.98 * self._good + (1.0 if good else 0.0)
+        self._expected = 0.98 * self._expected + TRUST * p
+        self._forget()
+
+    def _forget(self) -> None:
+        self._outlook = [None] * len(self._outlook)
+        self._mean = [None] * len(self._mean)
+
+
+class LookupRates:
+    """Acceptance of looked-up drafts by length of the match and position behind it."""
+
+    def __init__(self, priors: tuple[float, ...]):
+        self._priors = priors
+        self._rates = [[Rate() for _ in range(3)] for _ in priors]
+
+    def rate(self, match_length: int, position: int) -> float:
+        """Chance that draft `position` (0-based) is accepted, given that those before it are."""
+        b = bisect_right(MATCH_EDGES, match_length)
+        return self._rates[b][min(position, 2)].value(self._priors[b])
+
+    def trial(self, match_length: int, position: int, good: bool) -> None:
+        self._rates[bisect_right(MATCH_EDGES, match_length)][min(position, 2)].add(good)

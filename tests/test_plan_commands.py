@@ -1,0 +1,147 @@
+"""A plan compared with what was taken, its written forms, and the commands that make it."""
+
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer import Typer
+from typer.testing import CliRunner
+
+from strata.base.errors import ModelError
+from strata.base.plan import GIB, MIB, Plan
+from strata.base.program import Allocation
+from strata.cli import plan as plan_cli
+from strata.planner.machine import Machine
+from strata.planner.memory import plan, plan_file, read_facts
+from tests.header_maker import RELEASES, Shape, make_model, make_release
+
+ROOT = Path(__file__).parents[1]
+TINY = ROOT / "examples/models/tiny-flash-next/tiny-flash-next-IQ3_XXS-00001-of-00002.gguf"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("releases")
+    return {name: make_release(folder, name, vocabulary=name == "Q2_0") for name in ("Q2_0", "IQ3_S")}
+
+
+@pytest.fixture(scope="module")
+def facts(files):
+    return {name: read_facts(path) for name, path in files.items()}
+
+
+# ---- verify
+
+
+def _taken(p: Plan) -> list[Allocation]:
+    return [Allocation(x.line, x.device, x.n_bytes, "") for x in p.lines if x.kind in ("allocate", "map")]
+
+
+def test_verify_compares_line_by_line(facts):
+    p = plan(facts["Q2_0"], Machine.describe(vram_gib=12, ram_gib=64), context=4096)
+    taken = _taken(p)
+    assert p.verify(taken) == []
+    kv = next(i for i, a in enumerate(taken) if a.line == "KV cache")
+    halves = [replace(taken[kv], n_bytes=taken[kv].n_bytes // 2)] * 2
+    assert p.verify([*taken[:kv], *halves, *taken[kv + 1 :]]) == [], "several allocations may share a line"
+    off = [replace(a, n_bytes=int(a.n_bytes * 1.02)) if a.line == "KV cache" else a for a in taken]
+    (m,) = p.verify(off)
+    assert m.line == "KV cache" and m.taken_bytes > m.planned_bytes and "KV cache" in str(m)
+    big = [replace(a, n_bytes=a.n_bytes + 17 * MIB) if a.line == "experts (pinned)" else a for a in taken]
+    assert [m.line for m in p.verify(big)] == ["experts (pinned)"], "17 MiB are too much even where they are below 1 %"
+    assert [m.line for m in p.verify([*taken, Allocation("secret", "vram", 1 << 20, "")])] == ["secret"]
+    assert [m.line for m in p.verify(taken[1:])] == [taken[0].line]
+
+
+# ---- forms
+
+
+def test_table_and_json_tell_the_same(facts):
+    p = plan(facts["Q2_0"], Machine.describe(gpu="RTX 5070", ram_gib=32), context=32768, draft="mtp")
+    table, values = p.table(), json.loads(json.dumps(p.to_json()))
+    assert values["strata_plan"] == 1 and values["verdict"] == p.verdict and values["n_slots"] == p.n_slots
+    assert [x["line"] for x in values["lines"]] == [x.line for x in p.lines]
+    for line in p.lines:
+        assert line.line in table
+    assert f"{p.n_slots:,} slots" in table and p.verdict in table and f"{p.estimate.tokens_per_s:.1f} tokens/s" in table
+    assert all(n in table for n in p.notes)
+
+
+def test_planning_a_60_gb_file_takes_less_than_two_seconds(files):
+    start = time.thread_time()
+    p = plan_file(files["Q2_0"])
+    assert time.thread_time() - start < 2 and p.file_bytes > 60e9
+
+
+def test_a_truncated_download_still_plans_and_says_so(files, tmp_path):
+    first = tmp_path / files["Q2_0"].name
+    first.write_bytes(files["Q2_0"].open("rb").read(11 << 20))
+    second = Path(str(files["Q2_0"]).replace("00001-of", "00002-of"))
+    os.link(second, tmp_path / second.name)
+    p = plan_file(first, machine=Machine.describe(vram_gib=12, ram_gib=64), context=4096)
+    whole = plan_file(files["Q2_0"], machine=Machine.describe(vram_gib=12, ram_gib=64), context=4096)
+    assert p.missing_bytes > 30e9 and "TRUNCATED" in p.table() and any("incomplete" in n for n in p.notes)
+    assert [(x.line, x.n_bytes) for x in p.lines] == [(x.line, x.n_bytes) for x in whole.lines]
+    assert p.file_bytes == whole.file_bytes
+
+
+def test_a_file_whose_tensors_break_the_contract_is_refused(tmp_path):
+    path = make_model(
+        tmp_path, "odd", replace(Shape(), L=4, E=16), RELEASES["Q2_0"].dense, (("Q2_0", "Q2_0"),), vocabulary=False
+    )
+    with path.open("r+b") as file:
+        head = file.read(1 << 16)
+        at = head.index(b"blk.0.hc_attn_norm")
+        file.seek(at)
+        file.write(b"blk.0.hc_attn_nxrm")
+    with pytest.raises(ModelError, match="hc_attn_norm"):
+        plan_file(path, machine=Machine.describe(ram_gib=64))
+
+
+# ---- the command
+
+
+@pytest.fixture(scope="module")
+def app():
+    typer_app = Typer()
+    typer_app.command()(plan_cli.command)
+    return typer_app
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["--gpu", "RTX 5070", "--ram-gib", "64", "--context", "32768"], 0, "verdict: fits"),
+        (["--vram-gib", "4", "--ram-gib", "64", "--context", "4096"], 1, "MiB needed"),
+        (["--vram-gib", "12", "--ram-gib", "16", "--context", "4096"], 0, "needs disk per token"),
+        (["--gpu", "RTX 507"], 2, "RTX 5070"),
+        (["--kv", "q4"], 2, "q4"),
+        (["--no-such-option"], 2, "no-such-option"),
+    ],
+)
+def test_plan_command(files, app, arguments, code, text):
+    result = CliRunner().invoke(app, [str(files["Q2_0"]), *arguments])
+    assert result.exit_code == code, result.output
+    assert text in result.output
+
+
+def test_plan_command_json_and_missing_file(files, app, tmp_path):
+    result = CliRunner().invoke(
+        app, [str(files["IQ3_S"]), "--vram-gib", "16", "--ram-gib", "64", "--context", "4096", "--json"]
+    )
+    values = json.loads(result.output)
+    assert result.exit_code == 0 and values["fits"] and values["context"] == 4096
+    assert CliRunner().invoke(app, [str(tmp_path / "absent.gguf")]).exit_code == 1
+    assert CliRunner().invoke(app, []).exit_code == 2
+
+
+def test_plan_command_for_this_machine(app):
+    result = CliRunner().invoke(app, [str(TINY), "--device", "cpu"])
+    assert result.exit_code == 0 and "this machine" in result.output
+
+
+def test_gib_is_the_binary_one():
+    assert GIB == 1 << 30 and MIB == 1 << 20
