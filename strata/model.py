@@ -3,44 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from strata.arch import architecture_of
 from strata.base.errors import Closed, DoesNotFit, need
-from strata.base.geometry import CELL_ROWS, CONTEXT_RESERVE, WINDOW_ROWS, Geometry
-from strata.base.program import ProgramSet
-from strata.cpu.backend import CpuBackend
+from strata.base.geometry import Geometry
+from strata.loading import LoadOptions, fit_context, kv_format, load_draft_layer, make_backend
 from strata.options import refuse_unknown
-from strata.pack.experts import expert_layout
 from strata.pack.gguf_file import GgufFile
-from strata.pack.tensors import Tensors
 from strata.records import ChatResult, Result
 from strata.runtime.session import AUTOMATIC_CHECKPOINTS, SessionState
 from strata.session import Prompt, Session
+from strata.spec.mtp import MtpDrafter
 from strata.streams import ChatStream, TextStream
 from strata.text.chat import ChatTemplate
 from strata.text.tokenizer import Tokenizer
 
 log = logging.getLogger("strata")
-
-KV_FORMATS = ("auto", "f16", "int8")
-F16_CONTEXT = 8192
-"""Up to this context "auto" stores K and V as float16, above as int8."""
-
-LOAD_OPTIONS = ("context", "sessions", "threads", "pin", "kv", "prefill", "draft", "checkpoints")
-RAM_SHARE = 0.8
-"""Share of the available memory that an automatic context may take."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +54,7 @@ def load(
     pin: bool = False,
     kv: str = "auto",
     prefill: str = "auto",
-    draft: str | None = "off",
+    draft: Any = "off",
     checkpoints: int = AUTOMATIC_CHECKPOINTS,
     **unknown: Any,
 ) -> Model:
@@ -76,45 +66,26 @@ def load(
     pin          bind workers to cores
     kv           "f16", "int8" (half the memory) or "auto": f16 up to 8,192 cells
     prefill      "auto": prompts in chunks of 256 rows where they fill one; "windows": 8 rows at a time
-    draft        "off" or None; this version has no drafter
+    draft        "off" or None; "auto": the draft layer beside the model, if any, and lookup in earlier text; "lookup": the
+                 latter alone; a path to a draft layer; or an object with propose(tokens, k)
     checkpoints  automatic prefix checkpoints a session keeps
 
     Raises FileError, ModelError, BadArgument or DoesNotFit, each with found, needed and advice.
     """
-    refuse_unknown(unknown, LOAD_OPTIONS, "load")
+    refuse_unknown(unknown, [f.name for f in fields(LoadOptions)], "load")
     need(isinstance(path, str | Path), "path is no path", found=repr(path), needed="str or Path")
-    need(draft in (None, "off"), "this version cannot draft", found=repr(draft), needed='"off" or None')
-    need(kv in KV_FORMATS, "kv is unknown", found=repr(kv), needed=", ".join(KV_FORMATS))
-    need(prefill in ("auto", "windows"), "prefill is unknown", found=repr(prefill), needed='"auto" or "windows"')
-    for name, value, least in (("sessions", sessions, 1), ("context", context, 1), ("checkpoints", checkpoints, 0)):
-        if value is not None:
-            good = isinstance(value, int) and not isinstance(value, bool) and value >= least
-            need(good, f"{name} is out of range", found=repr(value), needed=f"an integer >= {least}")
+    options = LoadOptions(context, sessions, threads, pin, kv, prefill, draft, checkpoints)
+    options.validate()
     began = time.perf_counter()
     gguf = GgufFile(path)
     try:
-        model = Model(gguf, context, sessions, threads, pin, kv, prefill, checkpoints)
+        model = Model(gguf, options)
     except BaseException:
         gguf.close()
         raise
     model.load_seconds = time.perf_counter() - began
     log.info("loaded %s in %.2f s", gguf.path.name, model.load_seconds)
     return model
-
-
-def kv_format(kv: str, context: int, geometry: Geometry) -> str:
-    """The format "auto" stands for; refuses int8 for heads that its groups of 64 values do not divide."""
-    if kv == "auto":
-        return "f16" if context <= F16_CONTEXT or geometry.dh % 64 else "int8"
-    if kv == "int8":
-        need(geometry.dh % 64 == 0, "kv=int8 needs whole groups of 64 values", found=f"heads of {geometry.dh}", needed="a multiple of 64",
-             advice='Use kv="f16".')  # fmt: skip
-    return kv
-
-
-def _cells(context: int) -> int:
-    """Cells allocated for a context: whole prefill cells."""
-    return -(-context // CELL_ROWS) * CELL_ROWS
 
 
 class Model:
@@ -124,9 +95,9 @@ class Model:
     wait=True. `generate`, `stream` and `chat` use the model's own session, which is one of `sessions`.
     """
 
-    def __init__(self, gguf: GgufFile, context, sessions, threads, pin, kv, prefill, checkpoints):
+    def __init__(self, gguf: GgufFile, options: LoadOptions):
         arch = architecture_of(gguf)
-        self._gguf = gguf
+        self._gguf, self.sessions = gguf, options.sessions
         self.geometry: Geometry = arch.read_geometry(gguf)
         arch.check_contract(gguf, self.geometry)
         self.tokenizer = Tokenizer.from_metadata(gguf.metadata)
@@ -134,69 +105,26 @@ class Model:
             log.info("the tokenizer has %d tokens, the head %d", self.tokenizer.vocab_size, self.geometry.V)
         self._template: ChatTemplate | None = None
         self.turn_token = self.tokenizer.token_id("<|im_start|>")
-        self.windows_only = prefill == "windows"
-        self.sessions = sessions
+        self.windows_only = options.prefill == "windows"
         self.load_seconds = 0.0
-        self.context = self._fit_context(arch, context, sessions, kv, checkpoints)
-        self.kv = kv_format(kv, self.context, self.geometry)
-        cells = _cells(self.context)
-        g = self.geometry
-        programs = ProgramSet(
-            windows={T: arch.trunk_program(g, T, cells, self.kv) for T in range(1, WINDOW_ROWS + 1)},
-            heads={T: arch.head_program(g, T) for T in range(1, WINDOW_ROWS + 1)},
-            commit=arch.commit_program(g, WINDOW_ROWS, cells, self.kv),
-            prefill=arch.trunk_program(g, CELL_ROWS, cells, self.kv, advance=True),
-            states=tuple(arch.state_buffers(g, cells, self.kv)),
-        )
-        self._backend = CpuBackend(Tensors(gguf), g, expert_layout(gguf, g.L), programs, threads=threads, pin=pin)
+        self.draft_layer = load_draft_layer(gguf, arch, self.geometry, options.draft)
+        self.context = fit_context(arch, self.geometry, options, self.draft_layer is not None)
+        self.kv = kv_format(options.kv, self.context, self.geometry)
+        self._backend = make_backend(gguf, arch, self.geometry, options, self.context, self.draft_layer)
         self._turn = threading.RLock()
-        self._pool_lock = threading.RLock()  # a finaliser may give a session back in the middle of `session`
-        self._free = [SessionState(self._backend, self.context, checkpoints) for _ in range(sessions)]
+        self._pool_lock = threading.RLock()  # around which session holds which state; never held during work
+        self._free = [self._new_state(options) for _ in range(options.sessions)]
         self._own: Session | None = None
         self._closed = False
         self._live: weakref.WeakSet[Session] = weakref.WeakSet()
 
-    def _fit_context(self, arch, context, sessions, kv, checkpoints) -> int:
-        """The context to use; automatic ones shrink (printed), explicit ones that do not fit are refused."""
-        g = self.geometry
-        available = int(psutil.virtual_memory().available * RAM_SHARE)
-
-        def needed(cells: int) -> int:
-            buffers = arch.state_buffers(g, _cells(cells), kv_format(kv, cells, g))
-            recurrent = sum(b.n_bytes for b in buffers if b.role == "recurrent")
-            return sessions * (sum(b.n_bytes for b in buffers) + checkpoints * recurrent) + 4 * g.rotary_dims * cells
-
-        if context is not None:
-            need(
-                context > CONTEXT_RESERVE + 1,
-                "the context is too small",
-                found=context,
-                needed=f">= {CONTEXT_RESERVE + 2}",
-            )
-            if needed(context) > available:
-                raise DoesNotFit(
-                    f"a context of {context} with {sessions} sessions does not fit in memory",
-                    found=f"{available >> 20} MiB available",
-                    needed=f"{needed(context) >> 20} MiB",
-                    advice='Use a smaller context=, kv="int8", or fewer sessions.',
-                )
-            if context > g.trained_context:
-                log.warning("context %d is beyond the trained context of %d", context, g.trained_context)
-            return context
-        fit = g.trained_context
-        while needed(fit) > available and fit > CELL_ROWS:
-            fit //= 2
-        if needed(fit) > available:
-            raise DoesNotFit(
-                "no context fits in memory", found=f"{available >> 20} MiB available", needed=f"{needed(fit) >> 20} MiB"
-            )
-        if fit < g.trained_context:
-            log.warning(
-                "context reduced from %d to %d: %d MiB of memory available", g.trained_context, fit, available >> 20
-            )
-        return fit
-
     # ---- sessions
+
+    def _new_state(self, options: LoadOptions) -> SessionState:
+        mtp = None
+        if self.draft_layer is not None:
+            mtp = MtpDrafter(self._backend, self.geometry.CD, self.draft_layer.vocabulary)
+        return SessionState(self._backend, self.context, options.checkpoints, mtp)
 
     def session(self) -> Session:
         """A new, empty conversation. DoesNotFit when all sessions allocated at load are in use."""
@@ -211,13 +139,9 @@ class Model:
                 )
             state = self._free.pop()
             state.renew()
-            made = Session(self, state, lambda: self._take_back(state))
+            made = Session(self, state, functools.partial(self._free.append, state))
             self._live.add(made)
             return made
-
-    def _take_back(self, state: SessionState) -> None:
-        with self._pool_lock:
-            self._free.append(state)
 
     @property
     def _default(self) -> Session:

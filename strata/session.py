@@ -37,7 +37,8 @@ class Session:
         self._lock = threading.Lock()
         self._closed = False
         self._stream: weakref.ref[TextStream] | None = None
-        self._give_back = weakref.finalize(self, give_back)  # also when nobody closes the session
+        # Also runs when nobody closes the session; it must hold neither the session nor the model.
+        self._give_back = weakref.finalize(self, give_back)
 
     # ---- text
 

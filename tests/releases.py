@@ -1,4 +1,4 @@
-"""The released sizes of the model: shapes, published bytes, and type maps drawn from the sets that each release uses."""
+"""The released sizes of the model: shapes, published bytes, and type maps drawn from the sets that each one uses."""
 
 from __future__ import annotations
 

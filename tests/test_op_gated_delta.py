@@ -189,6 +189,15 @@ def test_delta_rule_reports_non_finite_values(where):
     assert w.run().call.reported == (NOT_FINITE, LAYER, 0 if where == "state" else 1)
 
 
+def test_a_decay_that_is_no_number_does_not_hide_behind_a_small_state():
+    """exp32(NaN) is the finite e^88: neither a zero nor a small state would show it."""
+    for size in (0.0, 1e-3):
+        w = Window.make(np.random.default_rng(4), SIZES[1], 1, plain)
+        w.state *= np.float32(size)
+        w.alpha[0, 3] = np.nan
+        assert w.run().call.reported == (NOT_FINITE, LAYER, 0)
+
+
 def test_extreme_gates():
     w = Window.make(np.random.default_rng(5), SIZES[1], 3, plain)
     w.alpha[0], w.alpha[1], w.alpha[2] = 1000, -1000, 0

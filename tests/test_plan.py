@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strata.arch.flash_next import state_buffers
+from strata.arch.flash_next import session_buffers
 from strata.base.errors import BadArgument, DoesNotFit
 from strata.base.plan import DOES_NOT_FIT, FITS, MIB, NEEDS_DISK, Plan
 from strata.planner import cache_size, estimate, needs, rates, state_bytes
@@ -79,7 +79,7 @@ def test_state_prices_are_the_buffers_that_are_allocated(facts):
         g = m.geometry
         for context in (256, 4096, 32768):
             for kv in state_bytes.KV_FORMATS:
-                buffers = state_buffers(g, context, kv)
+                buffers = session_buffers(g, context, kv, False)
                 keys = sum(b.n_bytes for b in buffers if b.name.endswith("block_keys"))
                 cells = sum(b.n_bytes for b in buffers if b.role == "cells") - keys
                 assert state_bytes.kv_bytes(g, context, kv) == cells

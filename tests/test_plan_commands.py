@@ -145,3 +145,17 @@ def test_plan_command_for_this_machine(app):
 
 def test_gib_is_the_binary_one():
     assert GIB == 1 << 30 and MIB == 1 << 20
+
+
+def test_the_documented_plans_are_the_plans_of_today():
+    """Names of lines and verdicts; amounts move a little when programs do (python -m tests.planning_examples)."""
+    from tests.planning_examples import example_plans
+
+    text = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
+    blocks = text.split("```")[1::2]
+    plans = example_plans()
+    assert len(blocks) == len(plans) == 3
+    for block, p in zip(blocks, plans, strict=True):
+        assert f"verdict: {p.verdict}" in block and p.machine in block
+        for line in p.lines:
+            assert f"\n  {line.line} " in block, line.line

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from strata.arch.flash_next import state_buffers
+from strata.arch.flash_next import session_buffers
 from strata.base.errors import DoesNotFit
 from strata.base.plan import MIB
 from strata.pack.profile import ExpertProfile
@@ -36,7 +36,7 @@ def test_indexer_cache_is_sized_by_its_one_key_head(facts):
     g = facts["Q2_0"].geometry
     more_queries = replace(g, indexer_heads=4 * g.indexer_heads)
     assert state_bytes.pooled_key_bytes(g, 262144) == state_bytes.pooled_key_bytes(more_queries, 262144) == 402_653_184
-    keys = [b for b in state_buffers(g, 262144, "int8") if b.name.endswith("block_keys")]
+    keys = [b for b in session_buffers(g, 262144, "int8", False) if b.name.endswith("block_keys")]
     assert plan(facts["Q2_0"], ROOMY, context=262144).line("pooled keys").n_bytes == sum(b.n_bytes for b in keys)
 
 

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 
 from strata.arch import architecture_of
-from strata.base.geometry import CELL_ROWS, WINDOW_ROWS
-from strata.base.program import ProgramSet
 from strata.base.window import HeadRequest
 from strata.cpu.backend import CpuBackend
 from strata.pack.experts import expert_layout
@@ -28,13 +26,7 @@ def _backend(path: Path, context: int, kv: str, threads: int) -> CpuBackend:
     gguf = GgufFile(path)
     arch = architecture_of(gguf)
     g = arch.read_geometry(gguf)
-    programs = ProgramSet(
-        windows={T: arch.trunk_program(g, T, context, kv) for T in range(1, WINDOW_ROWS + 1)},
-        heads={T: arch.head_program(g, T) for T in range(1, WINDOW_ROWS + 1)},
-        commit=arch.commit_program(g, WINDOW_ROWS, context, kv),
-        prefill=arch.trunk_program(g, CELL_ROWS, context, kv, advance=True),
-        states=tuple(arch.state_buffers(g, context, kv)),
-    )
+    programs = arch.build_programs(g, context, kv)
     return CpuBackend(Tensors(gguf), g, expert_layout(gguf, g.L), programs, threads=threads)
 
 

@@ -61,7 +61,7 @@ def plan_table(p: Plan) -> str:
 def _estimate_lines(p: Plan, e: Estimate) -> list[str]:
     out = ["decode, one row a window, no drafts, full context"]
     for name, ms in e.terms.items():
-        out.append(f"  {name:<28}{ms:>11.3f} ms")
+        out.append(f"  {name:<40}{ms:>11.3f} ms")
     places = [f"{e.ram_rate:.1%} in RAM"]
     if p.n_slots:
         places.insert(0, f"{e.hit_rate:.1%} in VRAM ({e.hit_source})")

@@ -85,20 +85,32 @@ def _show_version(asked: bool) -> None:
         raise typer.Exit
 
 
+class _Messages(logging.Handler):
+    """What the library reports, on whatever stderr is at the time."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        typer.echo(f"strata: {self.format(record)}", err=True)
+
+
 @app.callback()
 def _every_verb(
+    ctx: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version.")
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print what the library reports.")] = False,
 ) -> None:
     """Run Mixture-of-Experts language models larger than the GPU, from their GGUF files."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("strata: %(message)s"))
     log = logging.getLogger("strata")
-    log.handlers = [handler]
-    log.propagate = False
-    log.setLevel(logging.INFO if verbose else logging.WARNING)
+    handler, level = _Messages(logging.INFO if verbose else logging.WARNING), log.level
+    log.addHandler(handler)
+    log.setLevel(handler.level)
+
+    def restore() -> None:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+    ctx.call_on_close(restore)
 
 
 def main() -> None:

@@ -6,13 +6,16 @@ GGUF. Products read Q8_0 blocks; hyper-connections, router and shared gate stay 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from gguf import GGMLQuantizationType, quants
 
 from strata.base.errors import FileError
+from strata.base.geometry import Geometry
 from strata.pack.formats import by_name
+from strata.pack.gguf_file import GgufFile
 from strata.pack.safetensors import StoredTensor, read_safetensors
 from strata.pack.tensors import HeldTensor
 
@@ -91,3 +94,66 @@ def from_safetensors(path: str | Path, projections: str = "Q8_0", experts: str =
     out.append(held("ffn_up_exps", both[:, F:], experts))
     out.append(held("ffn_down_exps", _values(find(LAYER + "mlp.experts.down_proj")), experts))
     return {t.name: t for t in out}
+
+
+@dataclass(frozen=True)
+class DraftLayer:
+    """A draft layer ready to load.
+
+    tensors     by name, `mtp.output.weight` (the rows of the head that drafts are scored on) included
+    vocabulary  (head_rows,) int32 token ids of those rows, or None for the whole head
+    source      where it came from
+    """
+
+    tensors: dict[str, HeldTensor]
+    vocabulary: np.ndarray | None
+    source: str
+
+    @property
+    def head_rows(self) -> int:
+        return self.tensors["mtp.output.weight"].shape[0]
+
+
+def draft_head(gguf: GgufFile, vocabulary: np.ndarray | None) -> HeldTensor:
+    """`mtp.output.weight`: the model's head in place, or the vocabulary's rows of it copied as raw blocks."""
+    info = gguf.info("output.weight")
+    raw = gguf.raw("output.weight")
+    if vocabulary is None:
+        return HeldTensor("mtp.output.weight", info.shape, info.ggml_type, raw, raw)
+    rows = np.ascontiguousarray(raw[vocabulary])
+    return HeldTensor("mtp.output.weight", (len(rows), info.shape[1]), info.ggml_type, rows, rows)
+
+
+def read_vocabulary(path: Path, V: int) -> np.ndarray:
+    """`draft_vocab.bin`: little-endian int32 token ids. FileError for a broken file or ids outside the vocabulary."""
+    data = path.read_bytes()
+    ids = np.frombuffer(data[: len(data) // 4 * 4], "<i4")
+    if len(data) % 4 or not len(ids) or ids.min() < 0 or ids.max() >= V or len(np.unique(ids)) != len(ids):
+        found = f"{len(data)} bytes" if not len(ids) else f"ids {ids.min()}..{ids.max()}"
+        raise FileError(f"draft vocabulary {path.name}", found=found, needed=f"different int32 ids in 0..{V - 1}")
+    return ids.astype(np.int32)
+
+
+def find_draft(gguf: GgufFile) -> Path | None:
+    """The draft layer beside a model: its own `nextn` block, `mtp/rt`, or a safetensors file called `mtp*`."""
+    if any(name.endswith("nextn.eh_proj.weight") for name in gguf.tensors):
+        return gguf.path
+    folder = gguf.path.parent
+    if (folder / "mtp" / "rt" / "dense.txt").exists():
+        return folder / "mtp" / "rt"
+    return next(iter(sorted(folder.glob("mtp*.safetensors"))), None)
+
+
+def read_draft(source: Path, gguf: GgufFile, g: Geometry) -> DraftLayer:
+    """Read a draft layer from any of its forms. FileError or ModelError says what is wrong."""
+    if not source.exists():
+        raise FileError("no draft layer there", found=f"no file '{source}'", needed="mtp.safetensors, mtp/rt or a GGUF")
+    if source.is_dir():
+        raise FileError("this form of draft layer cannot be read", found=str(source), needed="mtp.safetensors")
+    tensors = from_safetensors(source)
+    vocabulary = None
+    subset = source.parent / "draft_vocab.bin"
+    if subset.exists():
+        vocabulary = read_vocabulary(subset, g.V)
+    head = draft_head(gguf, vocabulary)
+    return DraftLayer(tensors | {head.name: head}, vocabulary, str(source))

@@ -85,9 +85,7 @@ def size_cache(
         if room - reserve < base:
             if room - base >= least:
                 reserve = room - base
-                notes.append(
-                    f"reserve {reserve / MIB:,.0f} MiB instead of {RESERVE_MIB}: a prefill chunk comes first"
-                )
+                notes.append(f"reserve {reserve / MIB:,.0f} MiB instead of {RESERVE_MIB}: a prefill chunk comes first")
             elif isinstance(o.prefill, int):
                 return CacheSize(
                     Allotment((0,) * len(sizes), 0),

@@ -217,10 +217,11 @@ def estimate_gpu(
         "dense weights from VRAM": (dense + state) / gpu.vram_gbps / 1e6,
         "graph nodes and joins": g.L * (NODES_PER_LAYER * NODE_US + (JOIN_US if where.vram < 1 else 0.0)) / 1e3,
     }
+    bound = " (RAM-bound)" if scale < 1 else ""
     parallel = {
         "expert hits from VRAM": hit_bytes / gpu.vram_gbps / 1e6,
-        "expert misses on the CPU": (1 - share) * ram_bytes / (cpu_gbps * scale) / 1e6,
-        "expert misses over PCIe": share * ram_bytes / (gpu.link_gbps * scale) / 1e6,
+        f"expert misses on the CPU{bound}": (1 - share) * ram_bytes / (cpu_gbps * scale) / 1e6,
+        f"expert misses over PCIe{bound}": share * ram_bytes / (gpu.link_gbps * scale) / 1e6,
     }
     disk_ms = sum(r.ms_per_token for r in reads if r.what == "experts")
     if disk_ms:

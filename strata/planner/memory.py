@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 
 from strata.arch import architecture_of
 from strata.base.errors import BadArgument
-from strata.base.geometry import CELL_ROWS, WINDOW_ROWS, Geometry
+from strata.base.geometry import CELL_ROWS, Geometry
 from strata.base.plan import Plan
 from strata.cpu.lower import Lowering, Memory
 from strata.cpu.weights import Weights
@@ -25,7 +24,7 @@ from strata.planner.estimate import (
 )
 from strata.planner.facts import ModelFacts, model_facts
 from strata.planner.machine import Gpu, Machine
-from strata.planner.needs import architecture
+from strata.planner.needs import priced_programs
 from strata.planner.options import PlanOptions, make_options
 from strata.planner.pricing import Priced, draft_of, largest_context, price
 from strata.planner.rates import CpuCosts
@@ -192,12 +191,9 @@ def _context_cost(m: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, con
     return [f"context {context:,} costs {gain:,} of the {modest.allotment.n_slots:,} slots of context={MODEST_CONTEXT}"]
 
 
-@lru_cache(maxsize=8)
 def count_ops(g: Geometry) -> int:
-    """Ops that one window of one row runs: trunk, head and commit."""
-    arch = architecture(g)
-    programs = (arch.trunk_program(g, 1, 256, "f16"), arch.head_program(g, 1), arch.commit_program(g, 1, 256, "f16"))
-    return sum(len(p.ops) for p in programs)
+    """Ops that one window runs: trunk, head and commit."""
+    return sum(len(p.ops) for p in priced_programs(g)[:3])
 
 
 def read_facts(path: str | Path) -> ModelFacts:
@@ -214,13 +210,7 @@ def read_facts(path: str | Path) -> ModelFacts:
 
 def cpu_private_bytes(gguf: GgufFile, geometry: Geometry) -> int:
     """Bytes that the CPU backend's ops ask for besides the programs' buffers: the same walk that the backend makes."""
-    arch = architecture_of(gguf)
-    programs = [
-        arch.trunk_program(geometry, WINDOW_ROWS, CELL_ROWS, "f16"),
-        arch.head_program(geometry, WINDOW_ROWS),
-        arch.commit_program(geometry, WINDOW_ROWS, CELL_ROWS, "f16"),
-        arch.trunk_program(geometry, CELL_ROWS, CELL_ROWS, "f16", advance=True),
-    ]
+    programs = priced_programs(geometry)
     memory, weights = Memory(programs, {}), Weights(Tensors(gguf), expert_layout(gguf, geometry.L))
     for program in programs:
         Lowering(program, memory, weights, 0, 1, 0).run()

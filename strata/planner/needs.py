@@ -12,7 +12,7 @@ from types import ModuleType
 from strata.arch import flash_next
 from strata.base.geometry import CELL_ROWS, WINDOW_ROWS, Geometry
 from strata.base.plan import MIB, PlanLine
-from strata.base.program import Buffer
+from strata.base.program import Buffer, Program
 from strata.pack.ngram_rows import WAYS
 from strata.planner import state_bytes as state
 from strata.planner.facts import DraftFacts, ModelFacts
@@ -50,26 +50,34 @@ def architecture(g: Geometry) -> ModuleType:
     return {"qwen4exp": flash_next}[g.architecture]
 
 
-@lru_cache(maxsize=64)
-def program_buffers(g: Geometry, rows: int, prefill: bool) -> tuple[Buffer, ...]:
-    """Scratch and io buffers of the programs for `rows` rows, each name once; without the logits.
+@lru_cache(maxsize=16)
+def priced_programs(g: Geometry) -> tuple[Program, ...]:
+    """The widest programs: a window's trunk, head and commit, then a prefill chunk of one cell.
 
-    They do not depend on the context. prefill: the chunk program alone; else trunk, commit and head of a window.
+    Their scratch depends neither on the context nor on the KV format, so both are the smallest.
     """
-    arch, cells = architecture(g), 256
-    programs = [arch.trunk_program(g, rows, cells, "f16", advance=prefill)]
-    if not prefill:
-        programs += [arch.commit_program(g, rows, cells, "f16"), arch.head_program(g, rows)]
+    programs = architecture(g).build_programs(g, CELL_ROWS, "f16")
+    return programs.windows[WINDOW_ROWS], programs.heads[WINDOW_ROWS], programs.commit, programs.prefill
+
+
+@lru_cache(maxsize=16)
+def program_buffers(g: Geometry, prefill: bool) -> tuple[Buffer, ...]:
+    """Scratch and io buffers, each name once; without the logits. prefill: of the chunk program alone, else of a window."""
     found: dict[str, Buffer] = {}
-    for program in programs:
+    for program in priced_programs(g)[3:] if prefill else priced_programs(g)[:3]:
         for buffer in program.buffers.values():
             if buffer.role in ("scratch", "io") and buffer.name != "logits":
                 found[buffer.name] = buffer
     return tuple(found.values())
 
 
-def scratch_bytes(g: Geometry, rows: int, prefill: bool = False) -> int:
-    return sum(_up(b.n_bytes) for b in program_buffers(g, rows, prefill))
+def window_program_bytes(g: Geometry) -> int:
+    return sum(_up(b.n_bytes) for b in program_buffers(g, False))
+
+
+def chunk_program_bytes(g: Geometry, rows: int) -> int:
+    """Buffers of a chunk of `rows` rows: all of them hold so many values a row."""
+    return -(-sum(b.n_bytes for b in program_buffers(g, True)) // CELL_ROWS) * rows
 
 
 def ngram_cache_bytes(rows: int, table_rows: int, row_bytes: int) -> int:
@@ -101,8 +109,8 @@ def gpu_window_bytes(g: Geometry, context: int) -> int:
     """Everything a window of the widest size writes in VRAM besides state and logits."""
     t = WINDOW_ROWS
     return (
-        scratch_bytes(g, t)
-        + expert_scratch_bytes(g, t)
+        window_program_bytes(g)
+        + expert_window_program_bytes(g)
         + select_scratch_bytes(g, t, context)
         + attention_scratch_bytes(g, t, context)
     )
@@ -116,7 +124,7 @@ def prefill_bytes(g: Geometry, rows: int, max_expert_bytes: int) -> int:
         return 0
     gathered = rows * (g.K + 1) * (g.D + 3 * max(g.F, g.shared_width)) * 2
     ring = max(RING_BYTES // max_expert_bytes, 1) * max_expert_bytes if rows >= RING_FROM_ROWS else 0
-    return scratch_bytes(g, rows, prefill=True) + _up(gathered) + PREFILL_WORKSPACE_BYTES + ring
+    return chunk_program_bytes(g, rows) + _up(gathered) + PREFILL_WORKSPACE_BYTES + ring
 
 
 def session_lines(g: Geometry, context: int, kv: str, sessions: int, device: str) -> list[PlanLine]:
@@ -253,7 +261,7 @@ def cpu_shared_bytes(g: Geometry) -> int:
     """Scratch and io buffers of the CPU backend: one place per name, as large as its widest program needs; no
     logits."""
     widest: dict[str, int] = {}
-    for buffer in (*program_buffers(g, WINDOW_ROWS, False), *program_buffers(g, CELL_ROWS, True)):
+    for buffer in (*program_buffers(g, False), *program_buffers(g, True)):
         widest[buffer.name] = max(widest.get(buffer.name, 0), buffer.n_bytes)
     return sum(widest.values())
 
@@ -270,7 +278,7 @@ def cpu_lines(
             more = line.n_bytes + state.recurrent_bytes(g)
             lines.append(PlanLine(line.line, "ram", more, line.reason + "; one copy for a chunk's way back"))
         elif line.line == "RoPE table":
-            tables = state.rope_table_bytes(g, cells) + m.vector_bytes
+            tables = state.rope_table_bytes(g, cells) + m.vector_bytes + WINDOW_ROWS * g.C * 4
             lines.append(
                 PlanLine("tables", "ram", tables, "angles of every position; norms and small vectors in float32")
             )

@@ -22,6 +22,8 @@ CORE_GBPS: dict[str, tuple[float, float, float]] = {
 ROW_NS = {"portable": (15.0, 45.0), "avx2": (8.0, 20.0), "avx512": (8.0, 20.0)}
 """Cost of one matrix row besides its bytes (sums across lanes, loop), for quantised and for float types."""
 
+EXPERT_NS = {"portable": 20.0, "avx2": 11.0, "avx512": 11.0}
+
 FLOAT_TYPES = ("F32", "F16", "BF16")
 
 
@@ -45,7 +47,7 @@ class CpuCosts:
     attend_ns       per attended cell and value of all query heads
     hc_ns           hyper-connection reads and adds, per value of the streams
     element_ns      other element-wise work, per value
-    expert_ns       activation, quantisation and combine, per value of an expert's width and output
+    expert_ns       activation, quantisation and combine, per value of an expert's width and output; None: the tier's
     op_us, join_us  per op, and per op that several threads share
     host_us         Python around a window
     """
@@ -58,7 +60,7 @@ class CpuCosts:
     attend_ns: float = 1.4
     hc_ns: float = 3.2
     element_ns: float = 4.0
-    expert_ns: float = 20.0
+    expert_ns: float | None = None
     op_us: float = 0.3
     join_us: float = 1.0
     host_us: float = 60.0
@@ -86,7 +88,8 @@ class CpuCosts:
 
     def expert_ms(self, g: Geometry, threads: int) -> float:
         """What an expert costs besides its products."""
-        return g.L * (g.K + 1) * (g.F + g.D) * self.expert_ns / threads / 1e6
+        each = EXPERT_NS[self.tier] if self.expert_ns is None else self.expert_ns
+        return g.L * (g.K + 1) * (g.F + g.D) * each / threads / 1e6
 
     def fixed_ms(self, g: Geometry, n_ops: int, threads: int) -> float:
         """Everything that one thread does alone, dispatch and Python."""

@@ -25,6 +25,9 @@ MIDDLES = (0.15, 0.4, 0.6, 0.78, 0.9, 0.97, 0.7)
 """Probability that stands for a bucket; the last bucket holds drafts without a probability."""
 
 NO_PROBABILITY = len(EDGES) + 1
+EMPTY = NO_PROBABILITY + 1
+"""Bucket of a call that brought no draft."""
+
 TRUST = 0.9
 """Acceptance expected per unit of a drafter's own probability, before anything is known."""
 
@@ -49,9 +52,7 @@ class Costs:
     def observe(self, T: int, ms: float, round_index: int) -> None:
         """Take in one window. One stray value moves a mean by a tenth; a size not tried for long moves faster."""
         n, mean = self.n[T], self.table[T]
-        if n == 0:
-            mean = ms
-        elif n < 4 and ms * 1.5 < mean:  # the first windows of a size may pay for its set-up
+        if n == 0 or (n < 4 and ms * 1.5 < mean):
             mean = ms
         else:
             age = round_index - self.last[T]
@@ -125,7 +126,7 @@ class DrafterRates:
     def __init__(self) -> None:
         places = range(WINDOW_ROWS - 1)
         self._rates = [[Rate() for _ in MIDDLES] for _ in places]
-        self._mix = [[0.0] * len(MIDDLES) for _ in places]
+        self._mix = [[0.0] * (EMPTY + 1) for _ in places]
         self._good, self._expected = 0.0, 0.0
         self._outlook: list[list[tuple[float, float]] | None] = [None for _ in places]
         self._mean: list[float | None] = [None for _ in places]
@@ -156,7 +157,7 @@ class DrafterRates:
         else:
             rates = self._rates[position]
             known = [
-                (w / total, rates[b].value(min(0.98, calibration * TRUST * MIDDLES[b])))
+                (w / total, 0.0 if b == EMPTY else rates[b].value(min(0.98, calibration * TRUST * MIDDLES[b])))
                 for b, w in enumerate(mix)
                 if w > 0.01 * total
             ]
@@ -170,12 +171,12 @@ class DrafterRates:
             known = self._mean[position] = sum(w * q for w, q in self.outlook(position))
         return known
 
-    def drafted(self, position: int, probability: float | None) -> None:
-        """Note that a draft was made there."""
+    def drafted(self, position: int, bucket: int) -> None:
+        """Note that a draft was made there, or, as bucket EMPTY, that the drafter had none."""
         mix = self._mix[position]
         for b, weight in enumerate(mix):
             mix[b] = 0.98 * weight
-        mix[self.bucket(probability)] += 1.0
+        mix[bucket] += 1.0
         self._forget()
 
     def trial(self, position: int, probability: float | None, good: bool) -> None:

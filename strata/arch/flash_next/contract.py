@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from strata.base.errors import ModelError
 from strata.base.geometry import Geometry
-from strata.pack.gguf_file import GgufFile
+from strata.pack.gguf_file import GgufFile, TensorInfo
+from strata.pack.tensors import HeldTensor
 
 MATRIX = "matrix"
 VECTOR = "vector"
@@ -16,7 +17,7 @@ ROWS = "rows"
 
 @dataclass(frozen=True)
 class Need:
-    """One tensor of the contract. shape in numpy order; use: matrix (products), vector (F32, F16, BF16), rows (lookup)."""
+    """One tensor of the contract. shape in numpy order; use: matrix (products), vector (floats), rows (lookup)."""
 
     name: str
     shape: tuple[int, ...]
@@ -101,6 +102,26 @@ def required_tensors(g: Geometry, merged_layers: frozenset[int] = frozenset()) -
     return needs
 
 
+def draft_needs(g: Geometry) -> list[Need]:
+    """Every tensor of the draft layer."""
+    return [
+        Need("mtp.fc_embedding.weight", (g.D, g.D), MATRIX),
+        Need("mtp.fc_hidden.weight", (g.D, g.D), MATRIX),
+        Need("mtp.norm_embedding.weight", (g.D,), VECTOR),
+        Need("mtp.norm_hidden.weight", (g.CD,), VECTOR),
+        *_hyper_connection("mtp.output_hc", g, inject=False),
+        *_hyper_connection("mtp.hc_attn", g),
+        *_hyper_connection("mtp.hc_ffn", g),
+        Need("mtp.attn_q.weight", (2 * g.H * g.dh, g.D), MATRIX),
+        Need("mtp.attn_k.weight", (g.Hkv * g.dh, g.D), MATRIX),
+        Need("mtp.attn_v.weight", (g.Hkv * g.dh, g.D), MATRIX),
+        Need("mtp.attn_output.weight", (g.D, g.H * g.dh), MATRIX),
+        Need("mtp.attn_q_norm.weight", (g.dh,), VECTOR),
+        Need("mtp.attn_k_norm.weight", (g.dh,), VECTOR),
+        *_experts("mtp.", g, merged=False),
+    ]
+
+
 def merged_layers(gguf: GgufFile, g: Geometry) -> frozenset[int]:
     return frozenset(i for i in range(g.L) if f"blk.{i}.ffn_gate_up_exps.weight" in gguf.tensors)
 
@@ -110,23 +131,24 @@ def check_contract(gguf: GgufFile, g: Geometry) -> None:
     if g.ngram and not 0 <= g.ngram.layer < g.L:
         raise ModelError("n-gram layer", found=g.ngram.layer, needed=f"0..{g.L - 1}")
     for n in required_tensors(g, merged_layers(gguf, g)):
-        info = gguf.tensors.get(n.name)
-        if info is None:
-            raise ModelError(
-                f"tensor {n.name} is missing", needed=f"shape {n.shape}", advice="Is every shard in place?"
-            )
-        rows_suffice = (
-            n.name == "per_layer_token_embd.weight" and info.shape[0] >= n.shape[0] and info.shape[1:] == n.shape[1:]
-        )
-        one_row = n.use == VECTOR and info.shape in ((1, *n.shape), (n.shape[0], 1, *n.shape[1:]))
-        if info.shape != n.shape and not rows_suffice and not one_row:
-            raise ModelError(f"tensor {n.name} has another shape", found=info.shape, needed=n.shape)
-        name = info.format.name
-        if n.use == VECTOR and name not in ("F32", "F16", "BF16"):
-            raise ModelError(
-                f"tensor {n.name} has a type its use does not allow", found=name, needed="F32, F16 or BF16"
-            )
-        if n.use != VECTOR and name == "I8":
-            raise ModelError(
-                f"tensor {n.name} has a type without products", found=name, needed="a float or block format"
-            )
+        _check(n, gguf.tensors.get(n.name), "Is every shard in place?")
+
+
+def check_draft(held: Mapping[str, HeldTensor], g: Geometry) -> None:
+    """As check_contract for the tensors of a draft layer."""
+    for n in draft_needs(g):
+        _check(n, held.get(n.name), "Does the draft layer belong to this model?")
+
+
+def _check(n: Need, info: TensorInfo | HeldTensor | None, advice: str) -> None:
+    if info is None:
+        raise ModelError(f"tensor {n.name} is missing", needed=f"shape {n.shape}", advice=advice)
+    table = n.name == "per_layer_token_embd.weight" and info.shape[0] >= n.shape[0] and info.shape[1:] == n.shape[1:]
+    one_row = n.use == VECTOR and info.shape in ((1, *n.shape), (n.shape[0], 1, *n.shape[1:]))
+    if info.shape != n.shape and not table and not one_row:
+        raise ModelError(f"tensor {n.name} has another shape", found=info.shape, needed=n.shape, advice=advice)
+    name = info.format.name
+    if n.use == VECTOR and name not in ("F32", "F16", "BF16"):
+        raise ModelError(f"type of tensor {n.name} does not suit its use", found=name, needed="F32, F16 or BF16")
+    if n.use != VECTOR and name == "I8":
+        raise ModelError(f"type of tensor {n.name} has no products", found=name, needed="a float or block format")

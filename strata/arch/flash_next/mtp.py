@@ -14,7 +14,6 @@ Tensor names carry the prefix `mtp.` whatever file they come from (`strata.pack.
 
 from __future__ import annotations
 
-from strata.arch.flash_next.contract import MATRIX, VECTOR, Need
 from strata.arch.flash_next.program import Builder, hc_add, hc_read, kv_buffers, kv_ports, moe
 from strata.base.geometry import Geometry
 from strata.base.program import Buffer, Program
@@ -26,42 +25,6 @@ WINDOW_CELLS = 32_768
 def draft_state_buffers(g: Geometry, context: int, kv: str) -> list[Buffer]:
     """The draft layer's own K and V cells."""
     return kv_buffers("mtp", g, context, kv)
-
-
-def draft_needs(g: Geometry) -> list[Need]:
-    """Every tensor of the draft layer."""
-    hc = []
-    for part in ("hc_attn", "hc_ffn"):
-        hc += [
-            Need(f"mtp.{part}_norm.weight", (g.CD,), VECTOR),
-            Need(f"mtp.{part}_down.weight", (g.hc_rank, g.CD), MATRIX),
-            Need(f"mtp.{part}_up.weight", (g.CD, g.hc_rank), MATRIX),
-            Need(f"mtp.{part}_inject.weight", (g.C, g.CD), MATRIX),
-        ]
-    return [
-        Need("mtp.fc_embedding.weight", (g.D, g.D), MATRIX),
-        Need("mtp.fc_hidden.weight", (g.D, g.D), MATRIX),
-        Need("mtp.norm_embedding.weight", (g.D,), VECTOR),
-        Need("mtp.norm_hidden.weight", (g.CD,), VECTOR),
-        Need("mtp.output_hc_norm.weight", (g.CD,), VECTOR),
-        Need("mtp.output_hc_down.weight", (g.hc_rank, g.CD), MATRIX),
-        Need("mtp.output_hc_up.weight", (g.CD, g.hc_rank), MATRIX),
-        *hc,
-        Need("mtp.attn_q.weight", (2 * g.H * g.dh, g.D), MATRIX),
-        Need("mtp.attn_k.weight", (g.Hkv * g.dh, g.D), MATRIX),
-        Need("mtp.attn_v.weight", (g.Hkv * g.dh, g.D), MATRIX),
-        Need("mtp.attn_output.weight", (g.D, g.H * g.dh), MATRIX),
-        Need("mtp.attn_q_norm.weight", (g.dh,), VECTOR),
-        Need("mtp.attn_k_norm.weight", (g.dh,), VECTOR),
-        Need("mtp.ffn_gate_inp.weight", (g.E, g.D), MATRIX),
-        Need("mtp.ffn_gate_inp_shexp.weight", (g.D,), VECTOR),
-        Need("mtp.ffn_gate_exps.weight", (g.E, g.F, g.D), MATRIX),
-        Need("mtp.ffn_up_exps.weight", (g.E, g.F, g.D), MATRIX),
-        Need("mtp.ffn_down_exps.weight", (g.E, g.D, g.F), MATRIX),
-        Need("mtp.ffn_gate_shexp.weight", (g.shared_width, g.D), MATRIX),
-        Need("mtp.ffn_up_shexp.weight", (g.shared_width, g.D), MATRIX),
-        Need("mtp.ffn_down_shexp.weight", (g.D, g.shared_width), MATRIX),
-    ]
 
 
 def _join(b: Builder) -> None:
