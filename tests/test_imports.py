@@ -19,7 +19,7 @@ ROOMS = "base | pack | text cpu gpu | arch | spec planner | runtime | model | cl
 LEVELS = {room: level for level, rooms in enumerate(ROOMS.split(" | ")) for room in rooms.split()}
 """Rooms by height. A room imports itself and lower ones; rooms of one height do not know each other."""
 
-MODEL_FILES = {"__init__", "model", "session", "streams", "records", "options"}
+MODEL_FILES = {path.stem for path in PACKAGE.glob("*.py")}
 """Files beside the rooms: together they are the room "model"."""
 
 ONLY_FROM = {"text": {"model"}}

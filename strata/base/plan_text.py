@@ -21,7 +21,7 @@ def plan_table(p: Plan) -> str:
     """Lines in order of allocation by device, then what they mean; no colours, at most one line per allocation."""
     out = [
         f"{p.model}: {p.file_bytes / 1e9:.1f} GB, experts {p.expert_types}",
-        f"on {p.machine}, device {p.device}, {p.threads} threads",
+        f"on {p.machine}, device {p.device}, {p.threads} thread{'s' if p.threads > 1 else ''}",
         f"context {p.context:,} x {p.sessions} session{'s' if p.sessions > 1 else ''}, KV {p.kv}, experts {p.experts}, "
         f"prefill {f'{p.prefill_rows:,} rows' if p.prefill_rows else 'by windows'}, draft {p.draft}",
     ]

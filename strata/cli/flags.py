@@ -72,7 +72,7 @@ def answer_options(*, logit_bias: Sequence[str] | None = None, **flags: Any) -> 
     model is loaded."""
     from strata.options import generate_options
 
-    given = {name: value for name, value in flags.items() if value not in (None, False, [])}
+    given = {name: value for name, value in flags.items() if not (value is None or value is False or value == [])}
     if logit_bias:
         given["logit_bias"] = biases(logit_bias)
     generate_options(given, vocab=1 << 31)

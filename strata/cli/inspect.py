@@ -13,7 +13,7 @@ import typer
 from strata.arch import architecture_of
 from strata.base.geometry import Geometry
 from strata.cli import flags
-from strata.pack.experts import PARTS
+from strata.pack.experts import PARTS, LayerExperts, expert_layout
 from strata.pack.gguf_file import GgufFile
 from strata.planner.facts import ModelFacts, model_facts
 from strata.planner.state_bytes import KV_FORMATS, KV_GROUP, kv_cell_bytes, pooled_key_bytes, recurrent_bytes
@@ -39,7 +39,7 @@ def inspect_file(path: Path) -> dict[str, Any]:
         parameters = sum(t.rows * t.shape[-1] for t in gguf.tensors.values())
         shards = [{"file": s.path.name, "bytes": s.file_bytes, "tensors": s.n_tensors} for s in gguf.shards]
         missing = [p.name for p in gguf.missing_shards]
-        experts = [_layer_experts(facts, layer) for layer in range(geometry.L)]
+        experts = [_layer_experts(i, layer) for i, layer in enumerate(expert_layout(gguf, geometry.L).layers)]
         return {
             "name": gguf.metadata.get("general.name"),
             "file": str(path),
@@ -95,10 +95,10 @@ def _class(name: str, n_tensors: int, by_type: dict[str, int]) -> dict[str, Any]
     return {"name": name, "tensors": n_tensors, "bytes": sum(by_type.values()), "types": order}
 
 
-def _layer_experts(facts: ModelFacts, layer: int) -> dict[str, Any]:
-    parts = zip(PARTS, facts.expert_parts[layer], strict=True)
-    sizes = {part: {"type": kind, "bytes": n_bytes} for part, (kind, n_bytes) in parts}
-    return {"layer": layer, "expert_bytes": facts.expert_bytes[layer], **sizes}
+def _layer_experts(index: int, layer: LayerExperts) -> dict[str, Any]:
+    parts = zip(PARTS, layer.projections, strict=True)
+    sizes = {part: {"type": p.format.name, "bytes": p.n_bytes} for part, p in parts}
+    return {"layer": index, "expert_bytes": layer.blob_bytes, **sizes}
 
 
 def _state(g: Geometry) -> dict[str, Any]:

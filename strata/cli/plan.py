@@ -98,7 +98,7 @@ def _machine(file: Path, described: dict[str, object]) -> Machine:
         return here
     base: dict[str, object] = {
         "cores": here.usable_cores,
-        "cpu_tier": here.cpu_tier,
+        "cpu_tier": here.kernel_tier,
         "ram_gib": here.ram_total_bytes / GIB,
     }
     if "ram_gib" not in given:

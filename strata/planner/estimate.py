@@ -180,9 +180,7 @@ def estimate_cpu(
     }
     if disk_ms:
         serial["experts from disk"] = disk_ms
-    notes = _notes(machine)
-    if not costs.measured:
-        notes.append(f"{costs.tier} kernels at listed rates")
+    notes = _notes(machine, costs)
     if cached:
         notes.append("all weights stay in the CPU's cache")
     sizes = {"ram": read_bytes - where.disk * m.routed_bytes_per_token, "disk": sum(r.bytes_per_token for r in reads)}
@@ -226,7 +224,7 @@ def estimate_gpu(
     disk_ms = sum(r.ms_per_token for r in reads if r.what == "experts")
     if disk_ms:
         serial["experts from disk"] = disk_ms
-    notes = _notes(machine)
+    notes = _notes(machine, costs)
     if not gpu.rates_known:
         notes.append(f"card not in the list: {gpu.vram_gbps:g} GB/s of memory bandwidth assumed")
     sizes = {
@@ -239,10 +237,11 @@ def estimate_gpu(
     return _finish(m, where, share, sizes, serial, {k: v for k, v in parallel.items() if v > 0}, hidden, notes)
 
 
-def _notes(machine: Machine) -> list[str]:
-    notes = []
+def _notes(machine: Machine, costs: CpuCosts) -> list[str]:
+    """What the estimate takes for granted."""
+    notes = [] if costs.measured else [f"{costs.tier} kernels at listed rates"]
     if not machine.ram_gbps_measured:
-        notes.append(f"RAM reads {machine.ram_gbps:g} GB/s")
+        notes.append(f"RAM reads {machine.ram_gbps:.3g} GB/s")
     assumed = _disk(machine)[3]
     if assumed:
         notes.append(assumed)

@@ -189,7 +189,7 @@ class Machine:
         need(0 < free <= total, "ram_available_gib must lie in (0, ram_gib]", found=ram_available_gib)
         card = f"{gpus[0].name}, {gpus[0].total_bytes / GIB:.0f} GiB" if gpus else "no GPU"
         return cls(
-            name=name or f"{card}; {ram_gib:g} GiB RAM; {cores} cores",
+            name=name or f"{card}; {ram_gib:.4g} GiB RAM; {cores} cores",
             gpus=gpus,
             ram_total_bytes=total,
             ram_available_bytes=free,

@@ -62,7 +62,7 @@ def priced_programs(g: Geometry) -> tuple[Program, ...]:
 
 @lru_cache(maxsize=16)
 def program_buffers(g: Geometry, prefill: bool) -> tuple[Buffer, ...]:
-    """Scratch and io buffers, each name once; without the logits. prefill: of the chunk program alone, else of a window."""
+    """Scratch and io buffers, each name once, without the logits: of the chunk program, or of a window's programs."""
     found: dict[str, Buffer] = {}
     for program in priced_programs(g)[3:] if prefill else priced_programs(g)[:3]:
         for buffer in program.buffers.values():
@@ -108,12 +108,8 @@ def attention_scratch_bytes(g: Geometry, rows: int, context: int) -> int:
 def gpu_window_bytes(g: Geometry, context: int) -> int:
     """Everything a window of the widest size writes in VRAM besides state and logits."""
     t = WINDOW_ROWS
-    return (
-        window_program_bytes(g)
-        + expert_window_program_bytes(g)
-        + select_scratch_bytes(g, t, context)
-        + attention_scratch_bytes(g, t, context)
-    )
+    inner = expert_scratch_bytes(g, t) + select_scratch_bytes(g, t, context) + attention_scratch_bytes(g, t, context)
+    return window_program_bytes(g) + inner
 
 
 def prefill_bytes(g: Geometry, rows: int, max_expert_bytes: int) -> int:

@@ -244,9 +244,12 @@ class DraftPolicy:
         facts, per_ms, table = self._facts, self._per_ms, self._costs.table
         if self._budget_ms <= 0:
             return None
-        if facts.drafter and not choice.n_drafts and self._round - self._drafter_last >= self._drafter_pause:
-            loss = self.draft_ms + table[2] - table[1] - self._drafter.mean(0) / per_ms
-            if loss <= self._budget_ms:
+        if facts.drafter and not choice.n_drafts:
+            price = max(self.draft_ms + table[2] - table[1], 1e-9)
+            loss = price - self._drafter.mean(0) / per_ms
+            # what nearly pays is cheap to try: its pause is shorter by the part of the price that comes back
+            pause = max(2.0, self._drafter_pause * max(0.0, loss) / price)
+            if self._round - self._drafter_last >= pause and loss <= self._budget_ms:
                 self._probe_rows, self._probe_kind = 2, "probe of the drafter"
                 return Choice(1, 0, self._probe_kind)
         T = 1 + self._round % WINDOW_ROWS  # one size is considered a round
@@ -292,7 +295,7 @@ class DraftPolicy:
         longest = LONGEST_PAUSE_ONE_ROW if self._probe_rows == 1 else LONGEST_PAUSE
         self._pause[self._probe_rows] = min(longest, 2 * self._pause[self._probe_rows])
         if self._probe_kind == "probe of the drafter":
-            self._drafter_pause = 1 if came_out else min(LONGEST_PAUSE, max(FIRST_PAUSE, 2 * self._drafter_pause))
+            self._drafter_pause = min(LONGEST_PAUSE, 2 * self._drafter_pause) if not came_out else 2
 
     def _judge(self, outcome: Outcome) -> bool:
         """Learn from every draft; says whether a draft of the drafter came out."""

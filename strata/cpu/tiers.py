@@ -1,0 +1,74 @@
+"""Which kernels this machine runs: 512 (AVX-512 with VNNI, VBMI and BITALG), 256 (AVX2) or 0 (portable).
+
+The tier follows from the instruction sets that Numba compiles for, not from the processor: NUMBA_CPU_NAME and
+NUMBA_CPU_FEATURES may restrict them, and an instruction that they lack would end the process. All tiers give the same
+bits. STRATA_CPU_TIER=512, 256 or 0 asks for a lower one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+
+from numba.core.registry import cpu_target
+
+from strata.base.errors import BadArgument
+
+PORTABLE = 0
+"""The tier that runs everywhere."""
+
+VARIABLE = "STRATA_CPU_TIER"
+
+_NEEDS: dict[int, frozenset[str]] = {
+    PORTABLE: frozenset(),
+    256: frozenset({"avx2", "fma", "f16c"}),
+    512: frozenset(
+        {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni", "avx512vbmi", "avx512bitalg"}
+    ),
+}
+
+TIERS: tuple[int, ...] = tuple(sorted(_NEEDS))
+"""All tiers, slowest first."""
+
+
+def target_features() -> frozenset[str]:
+    """Instruction sets that Numba compiles for, as LLVM names them."""
+    names = cpu_target.target_context.codegen().magic_tuple()[2]
+    return frozenset(name[1:] for name in names.split(",") if name.startswith("+"))
+
+
+def tiers_of(features: Collection[str]) -> tuple[int, ...]:
+    """Tiers that a target with these instruction sets runs, slowest first."""
+    return tuple(tier for tier in TIERS if _NEEDS[tier] <= set(features))
+
+
+def available_tiers() -> tuple[int, ...]:
+    """Tiers that run here, slowest first."""
+    return tiers_of(target_features())
+
+
+def chosen_tier(available: Collection[int], wanted: str | None) -> int:
+    """The fastest of the available tiers, or the one that `wanted` (the variable's text, or None) names.
+
+    BadArgument if that is no tier, or one that does not run here.
+    """
+    if wanted is None or not wanted.strip():
+        return max(available)
+    text = wanted.strip()
+    if text not in map(str, TIERS):
+        raise BadArgument(f"{VARIABLE} names no kernel tier", found=wanted, needed=f"one of {', '.join(map(str, TIERS))}")
+    tier = int(text)
+    if tier not in available:
+        missing = sorted(_NEEDS[tier] - target_features())
+        raise BadArgument(
+            f"{VARIABLE} asks for a kernel tier that this machine does not run",
+            found=f"tier {tier}" + (f", without {', '.join(missing)}" if missing else ""),
+            needed=f"one of {', '.join(map(str, sorted(available)))}",
+            advice="Unset the variable to take the fastest tier.",
+        )
+    return tier
+
+
+def best_tier() -> int:
+    """The fastest tier of this machine, or the lower one that STRATA_CPU_TIER asks for."""
+    return chosen_tier(available_tiers(), os.environ.get(VARIABLE))
