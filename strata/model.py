@@ -17,15 +17,18 @@ from typing import Any
 import numpy as np
 
 from strata.arch import architecture_of
-from strata.base.errors import Closed, DoesNotFit, need
+from strata.base.errors import Closed, DoesNotFit, ModelError, need
 from strata.base.geometry import Geometry
 from strata.loading import LoadOptions, fit_context, kv_format, load_draft_layer, make_backend
 from strata.options import refuse_unknown
 from strata.pack.gguf_file import GgufFile
 from strata.records import ChatResult, Result
 from strata.runtime.session import AUTOMATIC_CHECKPOINTS, SessionState
+from strata.runtime.speculation import Speculator
 from strata.session import Prompt, Session
+from strata.spec.drafter import DrafterGuard
 from strata.spec.mtp import MtpDrafter
+from strata.spec.policy import DraftPolicy
 from strata.streams import ChatStream, TextStream
 from strata.text.chat import ChatTemplate
 from strata.text.tokenizer import Tokenizer
@@ -101,8 +104,9 @@ class Model:
         self.geometry: Geometry = arch.read_geometry(gguf)
         arch.check_contract(gguf, self.geometry)
         self.tokenizer = Tokenizer.from_metadata(gguf.metadata)
-        if self.tokenizer.vocab_size != self.geometry.V:
-            log.info("the tokenizer has %d tokens, the head %d", self.tokenizer.vocab_size, self.geometry.V)
+        if self.tokenizer.vocab_size < self.geometry.V:
+            raise ModelError("the tokenizer has no text for some tokens of the head", found=self.tokenizer.vocab_size,
+                             needed=self.geometry.V, advice="Use a GGUF made with its own tokenizer.")  # fmt: skip
         self._template: ChatTemplate | None = None
         self.turn_token = self.tokenizer.token_id("<|im_start|>")
         self.windows_only = options.prefill == "windows"
@@ -113,6 +117,10 @@ class Model:
         self._backend = make_backend(gguf, arch, self.geometry, options, self.context, self.draft_layer)
         self._turn = threading.RLock()
         self._pool_lock = threading.RLock()  # around which session holds which state; never held during work
+        self.policy = DraftPolicy() if options.drafting else None
+        self._guard = None
+        if callable(getattr(options.draft, "propose", None)):
+            self._guard = DrafterGuard(options.draft, self.geometry.V)
         self._free = [self._new_state(options) for _ in range(options.sessions)]
         self._own: Session | None = None
         self._closed = False
@@ -124,7 +132,10 @@ class Model:
         mtp = None
         if self.draft_layer is not None:
             mtp = MtpDrafter(self._backend, self.geometry.CD, self.draft_layer.vocabulary)
-        return SessionState(self._backend, self.context, options.checkpoints, mtp)
+        state = SessionState(self._backend, self.context, options.checkpoints, mtp)
+        if self.policy is not None:
+            state.speculator = Speculator(state, self.policy, self._guard)
+        return state
 
     def session(self) -> Session:
         """A new, empty conversation. DoesNotFit when all sessions allocated at load are in use."""
@@ -165,7 +176,8 @@ class Model:
         max_tokens=None (what the context leaves; alias max_new_tokens), stop=None (string or strings),
         ignore_eos=False, temperature=None (greedy), top_k, top_p, min_p, repetition_penalty (alias repeat_penalty),
         presence_penalty, frequency_penalty, penalty_last_n, logit_bias, seed, logprobs, top_logprobs: see
-        `strata.SamplingParams`. wait=True waits for a running call instead of raising Busy.
+        `strata.SamplingParams`. wait=True waits for a running call instead of raising Busy. drafts=False decodes without
+        drafts; draft_acceptance="exact" (the same text as without) or "rejection" (the same distribution, more accepted).
         """
         return self._default.generate(prompt, **options)
 
@@ -207,7 +219,7 @@ class Model:
         """How well the model predicts tokens[1:] (or a text's tokens), read from an empty state."""
         from strata.options import token_ids
 
-        ids = self.tokenize(tokens) if isinstance(tokens, str) else token_ids(tokens, self.geometry.V, "token list")
+        ids = token_ids(self.tokenize(tokens) if isinstance(tokens, str) else tokens, self.geometry.V, "token list")
         need(len(ids) >= 2, "a score needs a token to predict", found=f"{len(ids)} tokens", needed=">= 2")
         total = 0.0
 

@@ -35,6 +35,8 @@ class GenerateOptions:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     wait: bool = False
+    drafts: bool = True
+    draft_acceptance: str = "exact"
 
 
 OWN_ARGUMENTS = {
@@ -55,10 +57,12 @@ def generate_options(options: Mapping[str, Any], vocab: int, where: str = "gener
         real = ALIASES.get(name, name)
         need(real not in named, f"{real} is given twice", found=f"{real} and its alias")
         named[real] = value
-    known = (*SAMPLING, "max_tokens", "stop", "ignore_eos", "wait", *ALIASES, *OWN_ARGUMENTS.get(where, ()))
+    own = ("max_tokens", "stop", "ignore_eos", "wait", "drafts", "draft_acceptance")
+    known = (*SAMPLING, *own, *ALIASES, *OWN_ARGUMENTS.get(where, ()))
     refuse_unknown(named, known, where)
     max_tokens, stop = named.pop("max_tokens", None), named.pop("stop", None)
     ignore_eos, wait = named.pop("ignore_eos", False), named.pop("wait", False)
+    drafts, acceptance = named.pop("drafts", True), named.pop("draft_acceptance", "exact")
     if max_tokens is not None:
         whole = isinstance(max_tokens, int | np.integer) and not isinstance(max_tokens, bool) and max_tokens >= 1
         need(
@@ -78,9 +82,13 @@ def generate_options(options: Mapping[str, Any], vocab: int, where: str = "gener
         named.pop("logit_bias", None)
     if named.get("top_logprobs"):
         named.setdefault("logprobs", True)
+    need(isinstance(drafts, bool), "drafts is a truth value", found=repr(drafts))
+    need(acceptance in ("exact", "rejection"), "draft_acceptance is unknown", found=repr(acceptance),
+         needed='"exact" or "rejection"')  # fmt: skip
     params = SamplingParams(**named)
     params.validate(vocab)
-    return GenerateOptions(params.seeded(), None if max_tokens is None else int(max_tokens), strings, ignore_eos, wait)
+    most = None if max_tokens is None else int(max_tokens)
+    return GenerateOptions(params.seeded(), most, strings, ignore_eos, wait, drafts, acceptance)
 
 
 def token_ids(tokens: Sequence[int] | np.ndarray, vocab: int, what: str = "prompt") -> np.ndarray:

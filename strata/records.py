@@ -47,6 +47,7 @@ class Result:
 
     finish_reason  "stop" (a stop token or string, see stopped_on) or "length"
     seed           the seed used, to repeat a sampled answer
+    drafts         what drafting did: windows, committed_per_window, offered, accepted, draft_ms, by_source; or None
     """
 
     text: str
@@ -57,6 +58,7 @@ class Result:
     seed: int
     stopped_on: str | int | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
+    drafts: dict[str, Any] | None = None
 
     def __str__(self) -> str:
         return self.text

@@ -90,7 +90,7 @@ class Session:
             text = TextStop(model.tokenizer, checked.stop, () if checked.ignore_eos else None)
             generation = Generation(
                 self._state, ids, checked.params, checked.max_tokens, text, lambda: text.stopped, turn_starts,
-                model.windows_only,
+                model.windows_only, self._state.speculator if checked.drafts else None, checked.draft_acceptance,
             )  # fmt: skip
             stream = make(generation, text, model.turn, self._leave, progress)
         except BaseException:

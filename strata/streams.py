@@ -12,8 +12,7 @@ from typing import Any
 
 from strata.base.errors import StrataError
 from strata.records import ChatResult, Chunk, Result, TokenLogprob, timings_of, usage_of
-from strata.runtime.generate import Cancelled, Generation
-from strata.runtime.sampling import Draw
+from strata.runtime.generate import Cancelled, Generation, Step
 from strata.text.stop import TextStop
 from strata.text.thinking import ThinkingSplitter
 from strata.text.tool_calls import ToolCallParser, ToolEvent, collect
@@ -72,21 +71,22 @@ class TextStream:
         with self._turn():
             if not generation.started:
                 generation.read_prompt(self._progress)
-            draws = generation.round()
+            steps = generation.round()
         if not self._tokens:
             self._first_token_s = time.perf_counter() - self._began
-        for i, draw in enumerate(draws):
-            text = self._text.take() if i == len(draws) - 1 else ""
-            self._take(draw, text)
+        for i, step in enumerate(steps):
+            self._take(step, self._text.take() if i == len(steps) - 1 else "")
 
-    def _take(self, draw: Draw, text: str) -> None:
+    def _take(self, step: Step, text: str) -> None:
+        draw = step.draw
         self._tokens.append(draw.token)
         top: tuple = ()
         if draw.logprob is not None:
             top = tuple(draw.top or ())
             self._logprobs.append(TokenLogprob(draw.token, draw.logprob, top))
         speed = self._generation.counts.decode_tokens_per_s
-        self._put(text, token=draw.token, logprob=draw.logprob, top=top, tokens_per_s=speed)
+        self._put(text, token=draw.token, logprob=draw.logprob, top=top, from_draft=step.source is not None,
+                  tokens_per_s=speed)  # fmt: skip
 
     def _finish(self) -> None:
         self._put(self._text.finish(), finish_reason=self._generation.finish_reason,
@@ -126,6 +126,7 @@ class TextStream:
             timings=timings_of(g.counts, self._first_token_s),
             seed=g.params.seed,
             stopped_on=self._text.stopped_on,
+            drafts=None if g.speculator is None else g.tally.summary(),
             logprobs=tuple(self._logprobs) if g.params.logprobs else None,
         )
 

@@ -109,6 +109,17 @@ def test_int8_of_zeros_halves_and_tiny_groups():
     assert (cells.load(2)[:64] == 0).all()
 
 
+def test_int8_codes_stay_within_127_where_the_scale_was_rounded_down():
+    """Below 2^-14 float16 has few digits: values far beyond 127 steps of the rounded scale are clamped."""
+    x = (np.linspace(-1, 1, 64) * 127 * 1.4 * 2.0**-24).astype(np.float32)
+    cells = Cells(64, int8=True)
+    assert cells.store(1, x)
+    codes, scales = reference.store_int8(x)
+    assert scales[0] == 2.0**-24 and codes.min() == -127 and codes.max() == 127 and (codes == -127).sum() > 5
+    assert_same(cells.cells[1], codes)
+    assert_same(cells.load(1), reference.load_int8(codes, scales))
+
+
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
 @pytest.mark.parametrize("at", [0, 70, 127])

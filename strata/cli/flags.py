@@ -14,7 +14,7 @@ import typer
 
 from strata.base.errors import BadArgument
 from strata.cli.locate import find_model
-from strata.cli.output import working
+from strata.cli.output import quiet_interrupt, working
 
 if TYPE_CHECKING:
     from strata.model import Model as LoadedModel
@@ -58,7 +58,7 @@ IgnoreEos = Annotated[bool, Option("--ignore-eos", help="Go on after stop tokens
 def loaded(given: Path | None, **options: Any) -> Iterator[LoadedModel]:
     """The model of a command, loaded with those options that are not None and closed at the end."""
     path = find_model(given)
-    with working(f"loading {path.name}"):
+    with working(f"loading {path.name}"), quiet_interrupt():
         # Here, because it takes a second: wrong usage is told at once.
         from strata.model import load
 

@@ -111,10 +111,6 @@ def first_interrupt(stop: Callable[[], None]) -> Iterator[Interrupt]:
     """Within the block the first Ctrl-C calls `stop`, which ends the work at its next border; a second one raises
     KeyboardInterrupt."""
     state = Interrupt()
-    previous = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or previous in (signal.SIG_IGN, None):
-        yield state
-        return
 
     def on_signal(number: int, frame: object) -> None:
         if state.hit:
@@ -122,8 +118,32 @@ def first_interrupt(stop: Callable[[], None]) -> Iterator[Interrupt]:
         state.hit = True
         stop()
 
+    with _handler(on_signal):
+        yield state
+
+
+@contextlib.contextmanager
+def quiet_interrupt() -> Iterator[None]:
+    """Within the block Ctrl-C raises KeyboardInterrupt, and objects that it leaves half made say nothing when they go:
+    the compiler's do otherwise."""
+
+    def on_signal(number: int, frame: object) -> None:
+        sys.unraisablehook = lambda unraisable: None
+        raise KeyboardInterrupt
+
+    with _handler(on_signal):
+        yield
+
+
+@contextlib.contextmanager
+def _handler(on_signal: Callable[[int, Any], None]) -> Iterator[None]:
+    """SIGINT goes to on_signal within the block, unless it is ignored or this thread does not get signals."""
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or previous in (signal.SIG_IGN, None):
+        yield
+        return
     signal.signal(signal.SIGINT, on_signal)
     try:
-        yield state
+        yield
     finally:
         signal.signal(signal.SIGINT, previous)

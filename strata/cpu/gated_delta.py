@@ -178,7 +178,10 @@ def gdn_heads(a, h, n_heads):
 
 @chunk
 def gdn_commit(a, h, n_heads):
-    """Replay rows into one head's state. Record: conv, decay, beta, state slot, address of n_keep, Hk, dk, dv, channels."""
+    """Replay rows into one head's state.
+
+    Record: conv, decay, beta, state slot, address of n_keep, Hk, dk, dv, channels.
+    """
     p = i64_view(a, 9)
     n_keep, Hk, dk, dv, channels = ld64(p[4]), p[5], p[6], p[7], p[8]
     key_head = h % Hk

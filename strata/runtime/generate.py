@@ -10,18 +10,29 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from strata.base.errors import BadArgument, StrataError
 from strata.base.geometry import WINDOW_ROWS
-from strata.base.window import HeadRequest
+from strata.base.window import HeadRequest, HeadRows
 from strata.runtime.reading import Piece, check_room
-from strata.runtime.sampling import Draw, SamplingParams, sample
+from strata.runtime.rng import ACCEPT, RESIDUAL, uniform
+from strata.runtime.sampling import Draw, SamplingParams, draw_of, row_distribution, sample
 from strata.runtime.session import SessionState
+from strata.runtime.speculation import NOTHING, Proposed, Speculator, Tally
+from strata.spec.accept import accept_window
 
 Stop = Callable[[Sequence[int]], int]
 """stop(new tokens) -> how many of them are kept; fewer than given, or a later query of its state, ends the loop."""
+
+
+class Step(NamedTuple):
+    """One token of an answer; source: who drafted it ("mtp", "lookup", "chain", "user"), or None."""
+
+    draw: Draw
+    source: str | None = None
 
 
 class Cancelled(StrataError):
@@ -64,6 +75,8 @@ class Generation:
     stop         called with each round's tokens; returns how many to keep
     stopped      asked after each round: has a stop been met?
     turn_starts  positions of the prompt where checkpoints are worth it
+    speculator   drafts for the windows, or None
+    acceptance   of sampled drafts: "exact" (the same text as without drafts) or "rejection" (the same distribution)
     """
 
     session: SessionState
@@ -74,7 +87,10 @@ class Generation:
     stopped: Callable[[], bool] | None = None
     turn_starts: Sequence[int] = ()
     windows_only: bool = False
+    speculator: Speculator | None = None
+    acceptance: str = "exact"
     counts: Counts = field(default_factory=Counts)
+    tally: Tally = field(default_factory=Tally)
     finish_reason: str | None = None
 
     def __post_init__(self) -> None:
@@ -120,39 +136,74 @@ class Generation:
             after=tell,
             check=self._check,
         )
+        if self.speculator is not None:
+            self.speculator.begin(self.prompt)
         self.counts.prompt_s += time.perf_counter() - began
         self._started = True
 
-    def round(self) -> list[Draw]:
-        """Run one window and commit it; returns the tokens kept. The caller holds the model's lock."""
+    def round(self) -> list[Step]:
+        """Run one window and commit what is kept of it; returns the tokens kept. The caller holds the model's lock."""
         if self.done:
             return []
         self._check()
         if not self._started:
             self.read_prompt()
         began = time.perf_counter()
-        session = self.session
-        rows = np.array([self._pending], np.int32)
+        session, speculator = self.session, self.speculator
+        proposed = NOTHING if speculator is None else speculator.propose(self._pending, self.left - 1)
+        rows = np.array([self._pending, *proposed.tokens], np.int32)
+        drafted_s = proposed.draft_ms / 1e3
         position = session.rows
         request = self.params.head_request(session.tokens, rows)
         session.window(rows)
-        heads = session.backend.head(0, 1, request)
-        draws = [sample(heads, 0, self.params, position, request)]
-        session.commit(rows, 1)
-        self._pending = draws[-1].token
-        kept = len(draws) if self.stop is None else self.stop([d.token for d in draws])
-        draws = draws[:kept]
-        self.left -= len(draws)
+        heads = session.backend.head(0, len(rows), request)
+        draws = self._accept(heads, request, position, proposed)
+        tokens = [d.token for d in draws]
+        kept = len(draws) if self.stop is None else self.stop(tokens)
+        session.commit(rows, kept)
+        self._pending = tokens[kept - 1]
+        self.left -= kept
         self.counts.windows += 1
-        self.counts.output_tokens += len(draws)
+        self.counts.output_tokens += kept
         if self.stopped is not None and self.stopped():
             self.finish_reason = "stop"
         elif self.left <= 0:
             self.finish_reason = "length"
-        self.counts.decode_s += time.perf_counter() - began
-        return draws
+        seconds = time.perf_counter() - began
+        self.counts.decode_s += seconds
+        if speculator is not None:
+            speculator.observe(proposed, (seconds - drafted_s) * 1e3, tokens[:kept], self.tally)
+            if self.done:
+                speculator.end(np.append(session.tokens, np.int32(self._pending)))
+        sources = [*proposed.sources[: len(draws) - 1], None]
+        return [Step(d, s) for d, s in zip(draws[:kept], sources, strict=False)]
 
-    def __iter__(self) -> Iterator[Draw]:
+    def _accept(self, heads: HeadRows, request: HeadRequest, position: int, proposed: Proposed) -> list[Draw]:
+        """The draws that the window commits: accepted drafts and one more."""
+        params, draws = self.params, {}
+
+        def draw(t: int) -> int:
+            draws[t] = sample(heads, t, params, position + t, request)
+            return draws[t].token
+
+        if not proposed.tokens:
+            draw(0)
+            return [draws[0]]
+        mode = "greedy" if params.greedy else self.acceptance
+        tokens = accept_window(
+            mode,
+            proposed.tokens,
+            draw,
+            lambda t: row_distribution(heads, t, params, request),
+            lambda t: tuple(uniform(params.seed, position + t, stream) for stream in (ACCEPT, RESIDUAL)),
+            proposed.distributions,
+        )
+        return [
+            draws[t] if t in draws and draws[t].token == token else draw_of(heads, t, token, params)
+            for t, token in enumerate(tokens)
+        ]
+
+    def __iter__(self) -> Iterator[Step]:
         while not self.done:
             yield from self.round()
 

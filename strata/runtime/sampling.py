@@ -289,6 +289,11 @@ def _draw(rows: HeadRows, j: int, params: SamplingParams, u: float, request: Hea
     return chain.draw_kept(*_row_kept(row, candidates.logsumexp, params), temperature, u)
 
 
+def draw_of(rows: HeadRows, j: int, token: int, params: SamplingParams) -> Draw:
+    """The Draw of a token chosen otherwise (by a rejection rule) after row j."""
+    return Draw(token, *_log_probabilities(rows, j, token, params)) if params.logprobs else Draw(token)
+
+
 def _log_probabilities(rows: HeadRows, j: int, token: int, params: SamplingParams):
     total, ids, logits = float(rows.logsumexp[j]), rows.top_ids[j], rows.top_logits[j]
     place = np.flatnonzero(ids == token)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from strata.base.window import HeadRequest, HeadRows
 from strata.runtime.checkpoints import Checkpoint, Ledger
 from strata.runtime.reading import Piece, checkpoint_marks, common_prefix, pieces
 from strata.spec.mtp import DraftSlot, MtpDrafter
+
+if TYPE_CHECKING:
+    from strata.runtime.speculation import Speculator
 
 log = logging.getLogger("strata")
 
@@ -35,6 +38,7 @@ class SessionState:
     """One conversation on a backend. Not thread-safe by itself: the model's turn lock is held around every call.
 
     context  cells of the session          tokens  int32 tokens whose rows the state holds
+    mtp      driver of the draft layer, or None; speculator  who drafts for its windows, or None
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class SessionState:
         mtp: MtpDrafter | None = None,
     ):
         self.backend, self.context, self.mtp = backend, context, mtp
+        self.speculator: Speculator | None = None
         self.state = backend.new_state()
         self.ledger = Ledger(self.state, checkpoints)
         self._tokens = np.zeros(context, np.int32)

@@ -18,6 +18,9 @@ MEMORY = 200.0
 PRIOR_WEIGHT = 4.0
 """Trials that a prior counts for."""
 
+BUCKET_WEIGHT = 16.0
+"""Trials that a bucket of all positions counts for at one position."""
+
 EDGES = (0.3, 0.5, 0.7, 0.85, 0.95)
 """Borders of the buckets of a drafter's own probability."""
 
@@ -112,20 +115,22 @@ class Rate:
         self.good = self.good * keep + value
         self.bad = self.bad * keep + 1.0 - value
 
-    def value(self, prior: float) -> float:
-        """Estimate, the prior counting for PRIOR_WEIGHT trials."""
-        return (self.good + PRIOR_WEIGHT * prior) / (self.good + self.bad + PRIOR_WEIGHT)
+    def value(self, prior: float, weight: float = PRIOR_WEIGHT) -> float:
+        """Estimate, the prior counting for `weight` trials."""
+        return (self.good + weight * prior) / (self.good + self.bad + weight)
 
 
 class DrafterRates:
     """Acceptance of a drafter by position in the window (0-based) and by bucket of its own probability.
 
-    Buckets and positions with few trials lean on the drafter's calibration: drafts that came out per draft expected.
+    A cell with few trials leans on its bucket at all positions, and that on the drafter's calibration: drafts that came
+    out per draft expected.
     """
 
     def __init__(self) -> None:
         places = range(WINDOW_ROWS - 1)
         self._rates = [[Rate() for _ in MIDDLES] for _ in places]
+        self._buckets = [Rate() for _ in MIDDLES]
         self._mix = [[0.0] * (EMPTY + 1) for _ in places]
         self._good, self._expected = 0.0, 0.0
         self._outlook: list[list[tuple[float, float]] | None] = [None for _ in places]
@@ -142,8 +147,11 @@ class DrafterRates:
     def rate(self, position: int, probability: float | None) -> float:
         """Chance that this draft is accepted, given that those before it are."""
         b = self.bucket(probability)
-        p = MIDDLES[b] if probability is None else probability
-        return self._rates[position][b].value(min(0.98, self.calibration * TRUST * p))
+        return self._cell(position, b, MIDDLES[b] if probability is None else probability, self.calibration)
+
+    def _cell(self, position: int, b: int, p: float, calibration: float) -> float:
+        bucket = self._buckets[b].value(min(0.98, calibration * TRUST * p))
+        return self._rates[position][b].value(bucket, BUCKET_WEIGHT)
 
     def outlook(self, position: int) -> list[tuple[float, float]]:
         """(weight, acceptance) of the buckets that the next draft at this position may fall into."""
@@ -155,9 +163,8 @@ class DrafterRates:
         if total < 0.5:  # never drafted there: as at the position before, or as a fair drafter
             known = self.outlook(position - 1) if position else [(1.0, min(0.98, calibration * TRUST * MIDDLES[-1]))]
         else:
-            rates = self._rates[position]
             known = [
-                (w / total, 0.0 if b == EMPTY else rates[b].value(min(0.98, calibration * TRUST * MIDDLES[b])))
+                (w / total, 0.0 if b == EMPTY else self._cell(position, b, MIDDLES[b], calibration))
                 for b, w in enumerate(mix)
                 if w > 0.01 * total
             ]
@@ -183,6 +190,7 @@ class DrafterRates:
         """Note whether a draft came out, those before it having come out."""
         b = self.bucket(probability)
         self._rates[position][b].add(good)
+        self._buckets[b].add(good)
         p = MIDDLES[b] if probability is None else probability
         self._good = 0.98 * self._good + (1.0 if good else 0.0)
         self._expected = 0.98 * self._expected + TRUST * p

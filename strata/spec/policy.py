@@ -97,7 +97,7 @@ NOTHING = "one row is cheapest"
 class DraftPolicy:
     """Decides windows for one model; keep it for the model's life, what it learns holds for every session.
 
-    probe_ms, total_ms   milliseconds lost by probes, and of all rounds
+    probe_ms, total_ms   milliseconds lost by probes (what some of them gained taken off), and of all rounds
     """
 
     def __init__(self) -> None:
@@ -284,18 +284,20 @@ class DraftPolicy:
         self._recent_tokens = 0.97 * self._recent_tokens + n_tokens
         self._recent_ms = 0.97 * self._recent_ms + spent
         self.total_ms += spent
-        self._budget_ms = min(self._budget_ms + PROBE_SHARE * spent, 16.0 * self._costs.table[1])
+        one_row = self._costs.table[1]
+        earned = PROBE_SHARE * spent if self._round > 1 else one_row  # the first probe need not wait
+        self._budget_ms = min(self._budget_ms + earned, 16.0 * one_row)
         came_out = self._judge(outcome)
         if not self._probe_rows:
             self._pause[T] = FIRST_PAUSE
             return
-        loss = max(0.0, spent - n_tokens / self._per_ms)
+        loss = spent - n_tokens / self._per_ms
         self.probe_ms += loss
         self._budget_ms -= loss
         longest = LONGEST_PAUSE_ONE_ROW if self._probe_rows == 1 else LONGEST_PAUSE
         self._pause[self._probe_rows] = min(longest, 2 * self._pause[self._probe_rows])
         if self._probe_kind == "probe of the drafter":
-            self._drafter_pause = min(LONGEST_PAUSE, 2 * self._drafter_pause) if not came_out else 2
+            self._drafter_pause = 2.0 if came_out else min(LONGEST_PAUSE, 1.5 * self._drafter_pause)
 
     def _judge(self, outcome: Outcome) -> bool:
         """Learn from every draft; says whether a draft of the drafter came out."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Iterable
 
 import numpy as np
@@ -41,6 +43,11 @@ class Call:
         self.function, self.words = function, words
         self.error = np.zeros(4, np.int64)
         self.record = np.array([self._word(w) for w in words], np.int64)
+        needed = re.search(r"i64_view\(a, (\d+)\)", inspect.getsource(function.py_func))
+        # A record that is too short would be read past its end.
+        assert needed is None or len(words) >= int(needed.group(1)), (
+            f"{function.__name__} reads {needed.group(1)} words"
+        )
 
     def _word(self, word: object) -> int:
         if isinstance(word, np.ndarray):

@@ -11,11 +11,12 @@ from .sums import head_dot
 TILE = 64
 
 
-def visible_cells(n: int, block: int, budget: int, blocks: np.ndarray | None) -> np.ndarray:
+def visible_cells(n: int, block: int, budget: int, blocks: np.ndarray | None, first: int = 0) -> np.ndarray:
     """Ascending cells of a row that sees n: those of the chosen blocks and the incomplete tail; or, with block 0, the
-    last `budget`, all for budget 0."""
+    last `budget` (all for budget 0) from cell `first` on, and always the row's own."""
     if block == 0:
-        return np.arange(max(0, n - budget) if budget else 0, n)
+        oldest = max(first, n - budget) if budget else first
+        return np.arange(min(oldest, n - 1), n)
     cells = [np.arange(b * block, (b + 1) * block) for b in blocks]
     return np.concatenate([*cells, np.arange(n // block * block, n)]).astype(np.int64)
 
