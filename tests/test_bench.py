@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,11 @@ from typer.testing import CliRunner
 
 import strata
 from strata.cli import app
-from strata.cli.bench.decode import PROMPT_TOKENS, Bench
-from strata.cli.bench.timing import Clock, job_overhead_us
 from strata.cpu.pool import Pool
+from strata.measure import PROMPT_TOKENS, Clock, Speed, job_overhead_us
 
 RUNNER = CliRunner()
+TEXT = files("strata.cli.bench").joinpath("prompt.txt").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ def model(tiny_path: Path):
 
 
 def test_decode_is_the_model_s_own(model):
-    bench = Bench(model)
+    bench = Speed(model, TEXT)
     sample = bench.decode(20, profile=False)
     expected = model.generate(bench.prompt(PROMPT_TOKENS), max_tokens=21, ignore_eos=True)
     assert bench.state.tokens[PROMPT_TOKENS:].tolist() == list(expected.tokens[:20])
@@ -33,7 +34,7 @@ def test_decode_is_the_model_s_own(model):
 
 
 def test_parts_of_a_token_add_up(model):
-    sample = Bench(model).decode(20, profile=True)
+    sample = Speed(model, TEXT).decode(20, profile=True)
     parts = sample.parts()
     wall = parts.pop("wall")
     assert sum(parts.values()) == pytest.approx(wall)
@@ -44,7 +45,7 @@ def test_parts_of_a_token_add_up(model):
 
 
 def test_prompt_is_repeated_where_it_is_short(model):
-    bench = Bench(model)
+    bench = Speed(model, TEXT)
     n = len(bench.tokens)
     assert n > 1024
     np.testing.assert_array_equal(bench.prompt(n + 5)[n:], bench.tokens[:5])

@@ -29,6 +29,7 @@ class Case:
     budget: int = 0
     blocks: np.ndarray | None = None
     splits: int = 1
+    first: int | None = None
 
     @staticmethod
     def make(rng, T, H, Hkv, dh, pos, *, int8=False, block=0, budget=0, splits=1, draw=spiked) -> Case:
@@ -59,14 +60,15 @@ class Case:
         for cells, scales in (self.stored(self.k), self.stored(self.v)):
             slots += [Slot(cells), None if scales is None else Slot(scales)]
         call = Call(qsa_attend, self.q, self.q_gate, y, np.array([self.pos], np.int64), *slots, self.blocks, H, Hkv, dh,
-                    self.block, self.budget, scale, ERROR, LAYER, self.splits, 0)  # fmt: skip
+                    self.block, self.budget, scale, ERROR, LAYER, self.splits,
+                    None if self.first is None else np.array([self.first], np.int64))  # fmt: skip
         n = T * Hkv * self.splits
         return y, call.run(n, order=range(n) if order == "up" else reversed(range(n)))
 
     def cells(self, t: int) -> np.ndarray:
         n = self.pos + t + 1
         chosen = None if self.blocks is None else self.blocks[t, : min(self.budget, n // self.block)]
-        return reference.visible_cells(n, self.block, self.budget, chosen)
+        return reference.visible_cells(n, self.block, self.budget, chosen, self.first or 0)
 
     def wanted(self) -> np.ndarray:
         T, H, dh = self.q.shape
@@ -141,6 +143,16 @@ def test_dense_attention_over_the_last_cells(budget):
     case = Case.make(np.random.default_rng(8), 3, 2, 1, 64, 127)
     case.budget = budget
     assert len(case.cells(2)) == min(budget, 130) and case.cells(2)[-1] == 129
+    case.check()
+
+
+@pytest.mark.parametrize("first", [0, 1, 30, 66, 127, 128, 129, 200])
+@pytest.mark.parametrize("budget", [0, 64])
+def test_dense_attention_from_a_first_cell_on(first, budget):
+    """Cells before the first one may hold anything; a row always sees its own."""
+    case = Case.make(np.random.default_rng(9), 3, 2, 1, 64, 127)
+    case.budget, case.first = budget, first
+    case.k[: min(first, 127)] = np.nan
     case.check()
 
 

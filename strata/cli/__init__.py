@@ -26,16 +26,18 @@ VERBS = {
     "inspect": "Show geometry, types and bytes of a GGUF file.",
     "score": "Measure how well a model predicts a text: nats per token and perplexity.",
     "bench": "Measure speed on this machine.",
+    "convert-mtp": "Convert a draft layer from safetensors to the files it is loaded from.",
     "doctor": "Say which parts of this machine will be slow.",
 }
-"""Verb and its line in the overview. Module strata.cli.<verb> has the function `command` or the group `app`."""
+"""Verb and its line in the overview. Module strata.cli.<verb>, with _ for -, has the function `command` or the group
+`app`."""
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
 def _verb(name: str) -> Any:
     """The click command of a verb, from its module."""
-    module = importlib.import_module(f"{__name__}.{name}")
+    module = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
     if hasattr(module, "app"):
         return typer.main.get_command(module.app)
     single = typer.Typer(rich_markup_mode=None, add_completion=False)

@@ -42,6 +42,8 @@ def command(
     pin: flags.Pin = False,
     kv: flags.Kv = "auto",
     prefill: flags.Prefill = "auto",
+    draft: flags.Draft = None,
+    draft_acceptance: flags.DraftAcceptance = None,
 ) -> None:
     """Talk with a model. Each line is a message; /quit, /reset, /think and /help are commands.
 
@@ -51,9 +53,9 @@ def command(
     options = flags.answer_options(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
         repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
-        penalty_last_n=penalty_last_n, logit_bias=logit_bias, seed=seed, stop=stop,
+        penalty_last_n=penalty_last_n, logit_bias=logit_bias, seed=seed, stop=stop, draft_acceptance=draft_acceptance,
     )  # fmt: skip
-    with flags.loaded(model, context=context, threads=threads, pin=pin, kv=kv, prefill=prefill) as loaded:
+    with flags.loaded(model, context=context, threads=threads, pin=pin, kv=kv, prefill=prefill, draft=draft) as loaded:
         Conversation(loaded, system, think, options).talk()
 
 

@@ -35,6 +35,8 @@ Pin = Annotated[bool, Option("--pin", help="Bind workers to cores.")]
 Kv = Annotated[str, Option(help="auto, f16 or int8.")]
 Prefill = Annotated[str, Option(help="auto: chunks of 256 rows; windows: 8 rows at a time.")]
 
+Draft = Annotated[str | None, Option(help="off, auto, lookup, or a draft layer's file or folder.")]
+
 # ---- answering
 
 MaxTokens = Annotated[int | None, Option("--max-tokens", "-n", help="Longest answer; default: what is left.")]
@@ -51,6 +53,7 @@ LogitBias = Annotated[
 ]
 Seed = Annotated[int | None, Option(help="Repeats a sampled answer.")]
 Stop = Annotated[list[str] | None, Option(help="End the answer before this text. Repeatable.")]
+DraftAcceptance = Annotated[str | None, Option(help="Of sampled drafts: exact or rejection.")]
 IgnoreEos = Annotated[bool, Option("--ignore-eos", help="Go on after stop tokens.")]
 
 

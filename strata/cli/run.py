@@ -44,6 +44,8 @@ def command(
     pin: flags.Pin = False,
     kv: flags.Kv = "auto",
     prefill: flags.Prefill = "auto",
+    draft: flags.Draft = None,
+    draft_acceptance: flags.DraftAcceptance = None,
     json_: flags.Json = False,
 ) -> None:
     """Continue a prompt. The answer streams to stdout, and nothing else does.
@@ -54,10 +56,11 @@ def command(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
         repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
         penalty_last_n=penalty_last_n, logit_bias=logit_bias, seed=seed, stop=stop, ignore_eos=ignore_eos,
+        draft_acceptance=draft_acceptance,
         logprobs=logprobs or top_logprobs is not None, top_logprobs=top_logprobs,
     )  # fmt: skip
     text = sys.stdin.read() if prompt == "-" else prompt
-    with flags.loaded(model, context=context, threads=threads, pin=pin, kv=kv, prefill=prefill) as loaded:
+    with flags.loaded(model, context=context, threads=threads, pin=pin, kv=kv, prefill=prefill, draft=draft) as loaded:
         tokens = loaded.tokenize(text)
         with Bar("reading the prompt", "tokens") as bar:
             stream = loaded.stream(tokens, progress=bar.update if len(tokens) >= BAR_TOKENS else None, **options)
@@ -112,4 +115,7 @@ def summary(result: Result) -> str:
     read = f"{u.prompt_tokens} prompt tokens" + (f" ({u.reused_tokens} reused)" if u.reused_tokens else "")
     if t.prompt_tokens_per_s:
         read += f" at {t.prompt_tokens_per_s:.0f} tokens/s"
-    return f"[{read}; {u.output_tokens} tokens at {t.decode_tokens_per_s:.1f} tokens/s; {result.finish_reason}]"
+    drafted = f", {result.drafts['committed_per_window']:.2f} a window" if result.drafts else ""
+    return (
+        f"[{read}; {u.output_tokens} tokens at {t.decode_tokens_per_s:.1f} tokens/s{drafted}; {result.finish_reason}]"
+    )

@@ -41,6 +41,8 @@ _IMPORT = re.compile(
     r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n]*)|import[ \t]+([\w., \t]+))", re.MULTILINE
 )
 
+_FOR_TYPES = re.compile(r"^if TYPE_CHECKING:\n(?:[ \t]+[^\n]*\n|\n)*", re.M)
+
 
 def _source_of(module: str) -> str | None:
     """Source file of an imported module, without importing anything."""
@@ -54,7 +56,8 @@ def _read(path: str, mtime_ns: int, n_bytes: int) -> tuple[bytes, tuple[str, ...
     """SHA-256 of a source file, and the names of package modules that its import statements may mean."""
     data = Path(path).read_bytes()
     names = set()
-    for source, listed, plain in _IMPORT.findall(data.decode("utf-8", "replace")):
+    text = _FOR_TYPES.sub("", data.decode("utf-8", "replace"))  # nothing there reaches compiled code
+    for source, listed, plain in _IMPORT.findall(text):
         if source:
             names.add(source)
             names.update(f"{source}.{name}" for name in re.findall(r"\w+", listed))

@@ -48,8 +48,9 @@ def embed(a, t, T):
 
 @step
 def ngram_wait(a):
-    """Wait until the reader has filled this window's rows. Record: address of (wanted, done), limit in ns, error, layer.
+    """Wait until the reader has filled this window's rows.
 
+    Record: address of (wanted, done), limit in ns, error, layer.
     The reader sets `done` to `wanted`, or to its negative on failure. `wanted` differs from window to window.
     """
     p = i64_view(a, 4)

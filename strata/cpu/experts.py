@@ -18,6 +18,8 @@ from strata.base.program import COMBINE_OVERFLOW, NOT_FINITE
 from strata.cpu.compiled import chunk, step
 from strata.cpu.error_word import report
 from strata.cpu.float_bits import rint32, sigmoid32
+from strata.cpu.float_sums import is_finite
+from strata.cpu.gemv.table import swiglu_rows
 from strata.cpu.linear import CHUNK_BYTES, multiply
 from strata.cpu.machine_code import (
     call4,
@@ -43,8 +45,6 @@ ROUTED, SHARED = 12, 40
 (TABLE, WIDTH, GATE, UP, DOWN, QUANTISE, PIECES_UP, PIECES_DOWN, GATHER, G, U, H, OUT) = (
     0, 1, 2, 7, 12, 17, 18, 19, 20, 21, 22, 23, 24,
 )  # fmt: skip
-from strata.cpu.gemv.table import swiglu_rows
-
 if TYPE_CHECKING:
     from strata.base.program import Op
     from strata.cpu.lower import Lowering
@@ -229,8 +229,9 @@ def combine_chunk(a, k, n_chunks):
         s = ldf32(scales + 4 * ids[i]) if scales != 0 else F(1)
         row = f32_view(p[ROUTED + OUT] + (entry_of[i] * D + low) * 4, n)
         fine = add_term(total, weights[i], s, row) and fine
-    gate = sigmoid32(ldf32(p[SHARED_GATE] + 4 * t))
-    fine = add_term(total, gate, F(1), f32_view(p[SHARED + OUT] + (t * D + low) * 4, n)) and fine
+    gate = ldf32(p[SHARED_GATE] + 4 * t)
+    fine = is_finite(gate) and fine  # an infinite one would end as a finite sigmoid
+    fine = add_term(total, sigmoid32(gate), F(1), f32_view(p[SHARED + OUT] + (t * D + low) * 4, n)) and fine
     y = f32_view(p[Y] + (t * D + low) * 4, n)
     for i in range(n):
         y[i] = F(total[i]) * F(2.3283064365386963e-10)

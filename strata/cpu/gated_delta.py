@@ -20,7 +20,7 @@ from strata.base.program import NOT_FINITE
 from strata.cpu.compiled import chunk, step
 from strata.cpu.error_word import report
 from strata.cpu.float_bits import exp32, fma32, sigmoid32, silu32, softplus32, sqrt32
-from strata.cpu.float_sums import all_finite, dot_lanes, inverse_rms, lanes_of
+from strata.cpu.float_sums import all_finite, dot_lanes, inverse_rms, is_finite, lanes_of
 from strata.cpu.machine_code import copy_bytes, f32_view, f32_view2, i64_view, ld64, ldf32
 from strata.cpu.walker import float_argument
 
@@ -161,6 +161,8 @@ def gdn_heads(a, h, n_heads):
         _unit(f32_view(conv + (Hk + key_head) * dk * 4, dk), dk, F(1), k, lanes)
         v = f32_view(conv + (2 * Hk * dk + h * dv) * 4, dv)
         decay, beta = f32_view(p[1] + (t * n_heads + h) * 4, 1), f32_view(p[2] + (t * n_heads + h) * 4, 1)
+        # What a sigmoid, softplus or exp would make a finite number of.
+        fine = is_finite(decay[0]) and is_finite(beta[0])
         rate = ah * softplus32(decay[0] + dth)
         decay[0] = exp32(rate)
         beta[0] = sigmoid32(beta[0])
@@ -172,7 +174,7 @@ def gdn_heads(a, h, n_heads):
         z = f32_view(p[3] + (t * n_heads + h) * dv * 4, dv)
         for j in range(dv):
             y[j] = ((y[j] * r) * norm[j]) * sigmoid32(z[j])
-        if not (all_finite(y) and rate == rate):  # exp32 would make a finite number of NaN
+        if not (fine and all_finite(y) and all_finite(z)):
             report(p[17], NOT_FINITE, p[18], t)
 
 

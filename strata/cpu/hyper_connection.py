@@ -31,7 +31,10 @@ MIX_COLUMNS = 1024
 
 @chunk
 def hc_norm(a, k, n_chunks):
-    """One stream of one row. Record: x, w, y, C, D, eps (a float32 argument), address of the first row's index or 0, error, layer."""
+    """One stream of one row.
+
+    Record: x, w, y, C, D, eps (a float32 argument), address of the first row's index or 0, error, layer.
+    """
     p = i64_view(a, 9)
     C, D = p[3], p[4]
     row, c = k // C, k % C
@@ -71,9 +74,11 @@ def hc_mix(a, k, n_chunks):
     low, high = piece * D // pieces, (piece + 1) * D // pieces
     count = F(C)
     u = f32_view(p[2] + (row * D + low) * 4, high - low)
+    fine = True  # an infinite gate would end as a finite sigmoid
     for c in range(C):
         n = f32_view(p[0] + ((row * C + c) * D + low) * 4, high - low)
         gate = f32_view(p[1] + ((row * C + c) * D + low) * 4, high - low)
+        fine = all_finite(gate) and fine
         if c == 0:
             for i in range(high - low):
                 u[i] = sigmoid32(gate[i]) * n[i]
@@ -82,12 +87,12 @@ def hc_mix(a, k, n_chunks):
                 u[i] = u[i] + sigmoid32(gate[i]) * n[i]
     for i in range(high - low):
         u[i] = u[i] / count
-    fine = all_finite(u)
+    fine = all_finite(u) and fine
     if p[5] != 0 and piece == 0:
         inject, strength = f32_view(p[5] + row * C * 4, C), f32_view(p[6] + row * C * 4, C)
         for c in range(C):
             strength[c] = F(2) * sigmoid32(inject[c] / count)
-        fine = fine and all_finite(strength)
+        fine = all_finite(inject) and fine
     if not fine:
         report(p[7], NOT_FINITE, p[8], row)
 

@@ -1,7 +1,8 @@
 """Sparse attention, first part: norms and rotation of q and k, append of K, V and indexer keys.
 
-Appends are addressed by position, so a window that is never committed leaves nothing behind: its cells are written again
-before anything reads them. Raw indexer keys lie in a ring; a block's pooled key is made when its last cell arrives.
+Appends are addressed by position, so a window that is never committed leaves nothing behind: its cells are written
+again before anything reads them. Raw indexer keys lie in a ring; a block's pooled key is made when its last cell
+arrives.
 """
 
 from __future__ import annotations

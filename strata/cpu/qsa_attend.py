@@ -1,8 +1,8 @@
 """Sparse attention, third part: softmax over the selected cells of each row, gated.
 
-Selected cells are listed in ascending order: the chosen blocks, then the incomplete tail; with block 0 the last `budget`
-cells (all for budget 0), from a given first cell on. Tiles of 64 list entries are computed on their own and merged in
-order, so a row's bits do not depend on the other rows of the window:
+Selected cells are listed in ascending order: the chosen blocks, then the incomplete tail; with block 0 the last
+`budget` cells (all for budget 0), from a given first cell on. Tiles of 64 list entries are computed on their own and
+merged in order, so a row's bits do not depend on the other rows of the window:
 
     s = (q . k) / sqrt(dh) (32 lanes); m = max s; p = exp(s - m); l = tree of p (64); o = ascending fma of p and v
     merge: M = max(m, m'); c = exp(m - M), c' = exp(m' - M); l = fma(l', c', l c); o = fma(o', c', o c)
@@ -125,7 +125,8 @@ def qsa_attend(a, k, n_chunks):
         y = f32_view(p[2] + (t * H + head0 + h) * dh * 4, dh)
         for i in range(dh):
             y[i] = (o[h, i] / l[h]) * sigmoid32(gate[i])
-        fine = fine and all_finite(y)
+        # An infinite gate would end as a finite sigmoid.
+        fine = fine and all_finite(y) and all_finite(gate)
     if not fine:
         report(p[15], NOT_FINITE, p[16], t)
 

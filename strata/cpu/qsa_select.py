@@ -38,7 +38,7 @@ def score_blocks(q, keys, scores, heads, dim, n):
         for h in range(heads):
             s = dot_lanes(f32_view(q + h * dim * 4, dim), key, dim, lanes, acc)
             total = total + (s if s > F(0) else F(0))
-            if not s == s:
+            if s != s:
                 total = s
         scores[b] = total
 

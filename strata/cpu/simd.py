@@ -132,9 +132,9 @@ class Simd:
         count = self.b.zext(count, kind) if width > 64 else self.b.trunc(count, kind) if width < 64 else count
         return self.b.sub(self.b.shl(ir.Constant(kind, 1), count), ir.Constant(kind, 1))
 
-    def prefetch(self, pointer: Value, offset: int | Value = 0) -> None:
-        """Ask for the cache line there. Any address will do, mapped or not."""
-        arguments = (self.at(pointer, offset), ir.Constant(i32, 0), ir.Constant(i32, 3), ir.Constant(i32, 1))
+    def prefetch(self, pointer: Value, offset: int | Value = 0, level: int = 1) -> None:
+        """Ask for the cache line there, down to that level. Any address will do, mapped or not."""
+        arguments = (self.at(pointer, offset), ir.Constant(i32, 0), ir.Constant(i32, 4 - level), ir.Constant(i32, 1))
         self.call("llvm.prefetch.p0", ir.VoidType(), *arguments)
 
     # ---- shape

@@ -1,7 +1,6 @@
-"""The draft layer's tensors under one set of names (`mtp.*`), whatever they come from.
+"""The draft layer of a model, whatever files it comes from: found, read, and its head attached.
 
-Sources: HF-named tensors in safetensors (BF16, norms zero-centred), the extracted `rt` folder, the `nextn` block of a
-GGUF. Products read Q8_0 blocks; hyper-connections, router and shared gate stay BF16; norms are float32 with +1 applied.
+`strata.pack.mtp` has a file per form. All of them give the same tensors, named `mtp.*.weight`.
 """
 
 from __future__ import annotations
@@ -10,90 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from gguf import GGMLQuantizationType, quants
 
-from strata.base.errors import FileError
+from strata.base.errors import FileError, ModelError
 from strata.base.geometry import Geometry
-from strata.pack.formats import by_name
 from strata.pack.gguf_file import GgufFile
-from strata.pack.safetensors import StoredTensor, read_safetensors
+from strata.pack.mtp.contents import DraftShape
+from strata.pack.mtp.hf import from_safetensors
+from strata.pack.mtp.nextn import block_of, open_beside, read_nextn
+from strata.pack.mtp.rt import DENSE_TXT, read_rt
 from strata.pack.tensors import HeldTensor
 
-LAYER = "layers.0."
-HC = (("attn_hyper_connection", "hc_attn"), ("mlp_hyper_connection", "hc_ffn"))
-HC_PARTS = (
-    ("input_mix_weight_down.weight", "down"),
-    ("input_mix_weight_up.weight", "up"),
-    ("block_inject_weight.weight", "inject"),
-)
-NORMS = {
-    "pre_fc_norm_embedding.weight": "norm_embedding",
-    "pre_fc_norm_hidden.weight": "norm_hidden",
-    "hyper_connection_mixer.hc_norm.weight": "output_hc_norm",
-    LAYER + "attn_hyper_connection.hc_norm.weight": "hc_attn_norm",
-    LAYER + "mlp_hyper_connection.hc_norm.weight": "hc_ffn_norm",
-    LAYER + "self_attn.q_norm.weight": "attn_q_norm",
-    LAYER + "self_attn.k_norm.weight": "attn_k_norm",
-}
-SMALL = {
-    "hyper_connection_mixer.input_mix_weight_down.weight": "output_hc_down",
-    "hyper_connection_mixer.input_mix_weight_up.weight": "output_hc_up",
-    LAYER + "mlp.gate.weight": "ffn_gate_inp",
-    LAYER + "mlp.shared_expert_gate.weight": "ffn_gate_inp_shexp",
-    **{f"{LAYER}{hf}.{part}": f"{ours}_{short}" for hf, ours in HC for part, short in HC_PARTS},
-}
-LARGE = {
-    "fc_embedding.weight": "fc_embedding",
-    "fc_hidden.weight": "fc_hidden",
-    LAYER + "self_attn.q_proj.weight": "attn_q",
-    LAYER + "self_attn.k_proj.weight": "attn_k",
-    LAYER + "self_attn.v_proj.weight": "attn_v",
-    LAYER + "self_attn.o_proj.weight": "attn_output",
-    LAYER + "mlp.shared_expert.gate_proj.weight": "ffn_gate_shexp",
-    LAYER + "mlp.shared_expert.up_proj.weight": "ffn_up_shexp",
-    LAYER + "mlp.shared_expert.down_proj.weight": "ffn_down_shexp",
-}
+__all__ = ["DraftLayer", "draft_head", "find_draft", "from_safetensors", "read_draft", "read_vocabulary"]
 
-
-def held(name: str, values: np.ndarray, format_name: str) -> HeldTensor:
-    """A float32 array stored in a block format; name without `mtp.` and `.weight`."""
-    block = by_name(format_name)
-    flat = np.ascontiguousarray(values, np.float32).reshape(-1, values.shape[-1])
-    block.row_bytes(values.shape[-1])
-    if format_name == "F32":
-        data = flat.view(np.uint8)
-    else:
-        data = quants.quantize(flat, GGMLQuantizationType(block.ggml_id)).view(np.uint8)
-    full = f"mtp.{name}.weight"
-    return HeldTensor(full, tuple(values.shape), block.ggml_id, data.reshape(len(flat), -1), data)
-
-
-def _values(t: StoredTensor) -> np.ndarray:
-    return by_name(t.dtype).dequantise(t.data).reshape(t.shape)
-
-
-def from_safetensors(path: str | Path, projections: str = "Q8_0", experts: str = "Q8_0") -> dict[str, HeldTensor]:
-    """Held tensors from HF-named `mtp.*` tensors. FileError naming the first tensor that is missing."""
-    stored = read_safetensors(path)
-
-    def find(name: str) -> StoredTensor:
-        found = stored.get("mtp." + name)
-        if found is None:
-            raise FileError(f"{Path(path).name} has no tensor mtp.{name}", needed="all 31 tensors of the draft layer")
-        return found
-
-    out = [held(ours, _values(find(hf)) + np.float32(1), "F32") for hf, ours in NORMS.items()]
-    for hf, ours in SMALL.items():
-        t = find(hf)
-        shape = t.shape if ours != "ffn_gate_inp_shexp" else (t.shape[-1],)
-        out.append(HeldTensor(f"mtp.{ours}.weight", shape, by_name(t.dtype).ggml_id, t.data, t.data))
-    out += [held(ours, _values(find(hf)), projections) for hf, ours in LARGE.items()]
-    both = _values(find(LAYER + "mlp.experts.gate_up_proj"))
-    F = both.shape[1] // 2
-    out.append(held("ffn_gate_exps", both[:, :F], experts))
-    out.append(held("ffn_up_exps", both[:, F:], experts))
-    out.append(held("ffn_down_exps", _values(find(LAYER + "mlp.experts.down_proj")), experts))
-    return {t.name: t for t in out}
+VOCABULARY = "draft_vocab.bin"
+FORMS = "a safetensors file, a folder of its shards, an rt folder, or a GGUF with a nextn block"
 
 
 @dataclass(frozen=True)
@@ -119,41 +48,85 @@ def draft_head(gguf: GgufFile, vocabulary: np.ndarray | None) -> HeldTensor:
     info = gguf.info("output.weight")
     raw = gguf.raw("output.weight")
     if vocabulary is None:
-        return HeldTensor("mtp.output.weight", info.shape, info.ggml_type, raw, raw)
+        return HeldTensor("mtp.output.weight", info.shape, info.ggml_type, raw, raw, mapped=True)
     rows = np.ascontiguousarray(raw[vocabulary])
     return HeldTensor("mtp.output.weight", (len(rows), info.shape[1]), info.ggml_type, rows, rows)
 
 
 def read_vocabulary(path: Path, V: int) -> np.ndarray:
     """`draft_vocab.bin`: little-endian int32 token ids. FileError for a broken file or ids outside the vocabulary."""
-    data = path.read_bytes()
-    ids = np.frombuffer(data[: len(data) // 4 * 4], "<i4")
-    if len(data) % 4 or not len(ids) or ids.min() < 0 or ids.max() >= V or len(np.unique(ids)) != len(ids):
-        found = f"{len(data)} bytes" if not len(ids) else f"ids {ids.min()}..{ids.max()}"
-        raise FileError(f"draft vocabulary {path.name}", found=found, needed=f"different int32 ids in 0..{V - 1}")
-    return ids.astype(np.int32)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise FileError(f"draft vocabulary {path} cannot be read", found=error.strerror) from error
+    if len(data) % 4 or not data:
+        raise FileError(f"draft vocabulary {path}", found=f"{len(data)} bytes", needed="int32 ids, 4 bytes each")
+    ids = np.frombuffer(data, "<i4").astype(np.int32)
+    if ids.min() < 0 or ids.max() >= V:
+        found = f"ids {ids.min()}..{ids.max()}"
+        raise FileError(f"draft vocabulary {path}", found=found, needed=f"ids in 0..{V - 1}",
+                        advice="It belongs to another model.")  # fmt: skip
+    different = len(np.unique(ids))
+    if different != len(ids):
+        raise FileError(f"draft vocabulary {path}", found=f"{len(ids) - different} ids twice", needed="each id once")
+    return ids
 
 
 def find_draft(gguf: GgufFile) -> Path | None:
-    """The draft layer beside a model: its own `nextn` block, `mtp/rt`, or a safetensors file called `mtp*`."""
-    if any(name.endswith("nextn.eh_proj.weight") for name in gguf.tensors):
+    """The draft layer beside a model: its own `nextn` block, the folder `mtp/rt`, a folder `mtp` of safetensors, or a
+    file called `mtp*.safetensors` or `mtp*.gguf`. FileError if several files bear such a name."""
+    if block_of(gguf) is not None:
         return gguf.path
     folder = gguf.path.parent
-    if (folder / "mtp" / "rt" / "dense.txt").exists():
+    if (folder / "mtp" / "rt" / DENSE_TXT).exists():
         return folder / "mtp" / "rt"
-    return next(iter(sorted(folder.glob("mtp*.safetensors"))), None)
+    if any((folder / "mtp").glob("*.safetensors")):
+        return folder / "mtp"
+    files = sorted(folder.glob("mtp*.safetensors")) or sorted(folder.glob("mtp*.gguf"))
+    if len(files) > 1:
+        raise FileError(
+            f"several draft layers lie beside {gguf.path.name}",
+            found=", ".join(f.name for f in files[:4]),
+            needed="one",
+            advice='Name one with draft=; put shards of one layer into a folder "mtp".',
+        )
+    return files[0] if files else None
 
 
 def read_draft(source: Path, gguf: GgufFile, g: Geometry) -> DraftLayer:
-    """Read a draft layer from any of its forms. FileError or ModelError says what is wrong."""
+    """Read a draft layer from any of its forms and attach the model's head, or the rows of it that `draft_vocab.bin`
+    beside the draft layer's files lists. FileError or ModelError says what is wrong."""
+    source = Path(source)
     if not source.exists():
-        raise FileError("no draft layer there", found=f"no file '{source}'", needed="mtp.safetensors, mtp/rt or a GGUF")
+        raise FileError("no draft layer there", found=f"no file '{source}'", needed=FORMS)
+    model = DraftShape.of_model(g)
+    folder = source if source.is_dir() else source.parent
     if source.is_dir():
-        raise FileError("this form of draft layer cannot be read", found=str(source), needed="mtp.safetensors")
-    tensors = from_safetensors(source)
-    vocabulary = None
-    subset = source.parent / "draft_vocab.bin"
-    if subset.exists():
-        vocabulary = read_vocabulary(subset, g.V)
+        if not (source / DENSE_TXT).exists() and (source / "rt" / DENSE_TXT).exists():
+            source = folder = source / "rt"
+        tensors = _read_folder(source, model)
+    elif _is_gguf(source):
+        tensors = read_nextn(open_beside(source, gguf), model, str(source))
+    else:
+        tensors = from_safetensors(source, needed=model)
+    subset = folder / VOCABULARY
+    vocabulary = read_vocabulary(subset, g.V) if subset.exists() else None
     head = draft_head(gguf, vocabulary)
     return DraftLayer(tensors | {head.name: head}, vocabulary, str(source))
+
+
+def _read_folder(folder: Path, model: DraftShape) -> dict[str, HeldTensor]:
+    if (folder / DENSE_TXT).exists():
+        return read_rt(folder, model)
+    if any(folder.glob("*.safetensors*")):
+        return from_safetensors(folder, needed=model)
+    found = ", ".join(sorted(p.name for p in folder.iterdir())[:6]) or "an empty folder"
+    raise ModelError(f"{folder} is no draft layer", found=found, needed=FORMS)
+
+
+def _is_gguf(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError as error:
+        raise FileError(f"{path} cannot be read", found=error.strerror or str(error)) from error

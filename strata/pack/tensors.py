@@ -16,7 +16,8 @@ from strata.pack.gguf_file import GgufFile
 class HeldTensor:
     """A tensor in memory or inside another tensor.
 
-    shape in numpy order; data uint8 rows (n_rows, row_bytes), possibly strided along rows; owner keeps it alive
+    shape in numpy order; data uint8 rows (n_rows, row_bytes), possibly strided along rows; owner keeps it alive;
+    mapped: data lies in a file's mapping and takes no memory of its own
     """
 
     name: str
@@ -24,6 +25,7 @@ class HeldTensor:
     ggml_type: int
     data: np.ndarray = field(repr=False)
     owner: object = field(default=None, repr=False, compare=False)
+    mapped: bool = False
 
     def __post_init__(self) -> None:
         rows = int(np.prod(self.shape[:-1], dtype=np.int64))
@@ -69,4 +71,5 @@ class Tensors:
 
     @property
     def held_bytes(self) -> int:
-        return sum(t.n_bytes for t in self.held.values())
+        """Memory that held tensors take; those in a mapping take none."""
+        return sum(t.n_bytes for t in self.held.values() if not t.mapped)

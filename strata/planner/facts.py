@@ -10,8 +10,8 @@ from pathlib import Path
 from strata.arch.flash_next.contract import VECTOR, required_tensors
 from strata.base.geometry import Geometry
 from strata.pack.experts import expert_layout
-from strata.pack.formats import by_name
 from strata.pack.gguf_file import GgufFile, TensorInfo
+from strata.planner.draft import DraftFacts
 
 EMBEDDING, HEAD, EXPERTS, NGRAM_TABLE, DRAFT = "embedding", "head", "experts", "n-gram table", "draft layer"
 DENSE_CLASSES = (
@@ -25,10 +25,6 @@ DENSE_CLASSES = (
     "other",
 )
 """Classes of the trunk's dense weights, in the order of the plan."""
-
-DRAFT_VOCABULARY = 106_299
-"""Rows of the usual draft vocabulary (English, code and CJK)."""
-
 
 @dataclass(frozen=True)
 class WeightClass:
@@ -44,20 +40,6 @@ class WeightClass:
 
 
 @dataclass(frozen=True)
-class DraftFacts:
-    """The draft layer. Its experts and dense weights in bytes, and the rows of the head that it scores.
-
-    source is where the numbers come from: a file or folder, or "standard form" for a draft layer that is not here.
-    """
-
-    dense_bytes: int
-    experts_bytes: int
-    head_bytes: int
-    vocabulary: int
-    source: str
-
-
-@dataclass(frozen=True)
 class ModelFacts:
     """Everything the plan needs of a file.
 
@@ -66,7 +48,7 @@ class ModelFacts:
     expert_types   per layer: (gate, up, down) type names
     expert_parts   per layer: ((type name, bytes, rows), ...) of one expert's projections
     mapped_bytes   all tensors, the n-gram table included
-    vector_bytes   norms and other small vectors, widened to float32
+    vector_bytes   norms, other small vectors and experts' factors, widened to float32
     cpu_private_bytes   what the CPU backend's ops ask for besides the programs' buffers
     missing_bytes  what a truncated file lacks
     """
@@ -169,44 +151,21 @@ def _weight_class(name: str, tensors: list[TensorInfo], row_lookup: bool = False
     return WeightClass(name, len(tensors), n_bytes, read, by_type, rows)
 
 
-def draft_facts(
-    g: Geometry,
-    head_row_bytes: int,
-    vocabulary: int | None = None,
-    source: str = "standard form",
-    expert_type: str = "Q2_0",
-) -> DraftFacts:
-    """The draft layer in its usual form: Q8_0 projections, BF16 hyper-connections and router, F32 norms,
-    `expert_type` experts.
-
-    vocabulary: head rows that drafts are scored on; None is the usual subset, or the whole vocabulary if that is
-    smaller.
-    """
-    q8 = 2 * g.D * g.D + 2 * g.H * g.dh * g.D + 2 * g.Hkv * g.dh * g.D + g.H * g.dh * g.D
-    q8 += (g.indexer_heads + 1) * g.indexer_dim * g.D + 3 * g.shared_width * g.D
-    bf16 = 2 * (2 * g.hc_rank * g.CD + g.C * g.CD) + 2 * g.hc_rank * g.CD + g.E * g.D + g.D
-    f32 = g.D + g.CD + 3 * g.CD + 2 * g.dh + 2 * g.indexer_dim
-    kind, q8_0 = by_name(expert_type), by_name("Q8_0")
-    down = kind if g.F % kind.block_values == 0 else by_name("IQ4_NL")
-    expert = 2 * g.F * kind.row_bytes(g.D) + g.D * down.row_bytes(g.F)
-    rows = min(vocabulary if vocabulary is not None else DRAFT_VOCABULARY, g.V)
-    return DraftFacts(
-        dense_bytes=q8 // q8_0.block_values * q8_0.block_bytes + 2 * bf16 + 4 * f32,
-        experts_bytes=g.E * expert,
-        # A subset is a copy of head rows and an id map; the whole vocabulary uses the head itself.
-        head_bytes=rows * (head_row_bytes + 4) if rows < g.V else 0,
-        vocabulary=rows,
-        source=source,
-    )
-
-
 def _is_product(name: str) -> bool:
     """A vector that a product reads where it lies, so that it is not widened."""
     return name.endswith("ffn_gate_inp_shexp.weight")
 
 
-def model_facts(gguf: GgufFile, geometry: Geometry, cpu_private_bytes: int = 0) -> ModelFacts:
+def _vector_bytes(g: Geometry) -> int:
+    return 4 * sum(prod(n.shape) for n in required_tensors(g) if n.use == VECTOR and not _is_product(n.name))
+
+
+def model_facts(
+    gguf: GgufFile, geometry: Geometry, cpu_private_bytes: int = 0, draft: DraftFacts | None = None
+) -> ModelFacts:
     """Facts of an opened file (headers_only suffices); types and sizes are those of the tensors, never assumed.
+
+    draft: of the draft layer that goes with the model, if one is wanted.
 
     Raises ModelError for experts that are missing or disagree in shape.
     """
@@ -219,17 +178,10 @@ def model_facts(gguf: GgufFile, geometry: Geometry, cpu_private_bytes: int = 0) 
     parts = tuple(tuple((p.format.name, p.n_bytes, p.rows) for p in layer.projections) for layer in layout.layers)
     table = classes.get(NGRAM_TABLE, [])
     head = _weight_class(HEAD, classes.get(HEAD, []))
-    head_row = classes[HEAD][0].row_bytes if HEAD in classes else 0
+    scaled = sum(any(p.scale is not None for p in layer.projections) for layer in layout.layers)
     notes = []
     if gguf.missing_bytes:
         notes.append(f"the file is incomplete: {gguf.missing_bytes:,} bytes of tensor data are missing")
-    for path in gguf.missing_shards:
-        notes.append(f"shard {path.name} is missing; its tensors are not in this plan")
-    draft = None
-    if DRAFT in classes:
-        experts = sum(t.n_bytes for t in classes[DRAFT] if "_exps." in t.name)
-        dense = sum(t.n_bytes for t in classes[DRAFT]) - experts
-        draft = DraftFacts(dense, experts, draft_facts(g, head_row).head_bytes, min(DRAFT_VOCABULARY, g.V), "this file")
     return ModelFacts(
         name=_model_name(gguf),
         path=str(gguf.path),
@@ -245,7 +197,7 @@ def model_facts(gguf: GgufFile, geometry: Geometry, cpu_private_bytes: int = 0) 
         ngram_rows=table[0].rows if table else 0,
         file_bytes=sum(s.file_bytes for s in gguf.shards) + gguf.missing_bytes,
         mapped_bytes=gguf.total_bytes,
-        vector_bytes=4 * sum(prod(n.shape) for n in required_tensors(g) if n.use == VECTOR and not _is_product(n.name)),
+        vector_bytes=_vector_bytes(g) + scaled * 3 * g.E * 4,
         cpu_private_bytes=cpu_private_bytes,
         missing_bytes=gguf.missing_bytes,
         n_shards=len(gguf.shards) + len(gguf.missing_shards),

@@ -12,10 +12,11 @@ from types import ModuleType
 from strata.arch import flash_next
 from strata.base.geometry import CELL_ROWS, WINDOW_ROWS, Geometry
 from strata.base.plan import MIB, PlanLine
-from strata.base.program import Buffer, Program
+from strata.base.program import Buffer, Program, ProgramSet
 from strata.pack.ngram_rows import WAYS
 from strata.planner import state_bytes as state
-from strata.planner.facts import DraftFacts, ModelFacts
+from strata.planner.draft import DraftFacts
+from strata.planner.facts import ModelFacts
 
 ALIGNMENT = 256
 
@@ -40,6 +41,15 @@ PREFILL_WORKSPACE_BYTES = 128 * MIB
 
 EXCHANGE_DEPTH = 4
 
+EXPERT_PLACE_BYTES = 3 * 8
+"""Addresses of one expert's projections."""
+
+LOOKUP_TOKENS, LOOKUP_TOKEN_BYTES = 1 << 18, 24
+"""Tokens that the index of earlier text holds at most, and its bytes for each."""
+
+DRAFT_QUEUE_ROWS = 64
+"""Rows that may wait for the draft layer."""
+
 
 def _up(n_bytes: int) -> int:
     return -(-n_bytes // ALIGNMENT) * ALIGNMENT
@@ -51,28 +61,36 @@ def architecture(g: Geometry) -> ModuleType:
 
 
 @lru_cache(maxsize=16)
-def priced_programs(g: Geometry) -> tuple[Program, ...]:
-    """The widest programs: a window's trunk, head and commit, then a prefill chunk of one cell.
-
-    Their scratch depends neither on the context nor on the KV format, so both are the smallest.
-    """
-    programs = architecture(g).build_programs(g, CELL_ROWS, "f16")
-    return programs.windows[WINDOW_ROWS], programs.heads[WINDOW_ROWS], programs.commit, programs.prefill
+def program_set(g: Geometry, draft_rows: int = 0) -> ProgramSet:
+    """Programs to price: their scratch depends neither on the context nor on the KV format, so both are the smallest."""
+    return architecture(g).build_programs(g, CELL_ROWS, "f16", draft_rows)
 
 
 @lru_cache(maxsize=16)
-def program_buffers(g: Geometry, prefill: bool) -> tuple[Buffer, ...]:
-    """Scratch and io buffers, each name once, without the logits: of the chunk program, or of a window's programs."""
+def priced_programs(g: Geometry, draft_rows: int = 0) -> tuple[Program, ...]:
+    """The widest programs: a window's trunk, head and commit, a prefill chunk of one cell, and with `draft_rows` rows
+    of a draft layer's head that layer's append and step."""
+    programs = program_set(g, draft_rows)
+    trunk = programs.windows[WINDOW_ROWS], programs.heads[WINDOW_ROWS], programs.commit, programs.prefill
+    return trunk if programs.draft is None else (*trunk, programs.draft.appends[WINDOW_ROWS], programs.draft.step)
+
+
+@lru_cache(maxsize=16)
+def program_buffers(g: Geometry, prefill: bool, draft_rows: int = 0) -> tuple[Buffer, ...]:
+    """Scratch and io buffers, each name once at its largest, without the logits: of the chunk program, or of a window's
+    programs and the draft layer's."""
+    programs = priced_programs(g, draft_rows)
     found: dict[str, Buffer] = {}
-    for program in priced_programs(g)[3:] if prefill else priced_programs(g)[:3]:
+    for program in programs[3:4] if prefill else programs[:3] + programs[4:]:
         for buffer in program.buffers.values():
+            known = found.get(buffer.name)
             if buffer.role in ("scratch", "io") and buffer.name != "logits":
-                found[buffer.name] = buffer
+                found[buffer.name] = buffer if known is None or buffer.n_bytes > known.n_bytes else known
     return tuple(found.values())
 
 
-def window_program_bytes(g: Geometry) -> int:
-    return sum(_up(b.n_bytes) for b in program_buffers(g, False))
+def window_program_bytes(g: Geometry, draft_rows: int = 0) -> int:
+    return sum(_up(b.n_bytes) for b in program_buffers(g, False, draft_rows))
 
 
 def chunk_program_bytes(g: Geometry, rows: int) -> int:
@@ -105,11 +123,11 @@ def attention_scratch_bytes(g: Geometry, rows: int, context: int) -> int:
     return _up(rows * g.H * tiles * (g.dh + 2) * 4)
 
 
-def gpu_window_bytes(g: Geometry, context: int) -> int:
+def gpu_window_bytes(g: Geometry, context: int, draft_rows: int = 0) -> int:
     """Everything a window of the widest size writes in VRAM besides state and logits."""
     t = WINDOW_ROWS
     inner = expert_scratch_bytes(g, t) + select_scratch_bytes(g, t, context) + attention_scratch_bytes(g, t, context)
-    return window_program_bytes(g) + inner
+    return window_program_bytes(g, draft_rows) + inner
 
 
 def prefill_bytes(g: Geometry, rows: int, max_expert_bytes: int) -> int:
@@ -164,22 +182,26 @@ def gpu_weight_lines(m: ModelFacts) -> list[PlanLine]:
 
 
 def draft_lines(g: Geometry, draft: DraftFacts, context: int, kv: str, sessions: int, device: str) -> list[PlanLine]:
+    """The draft layer. On the CPU what lies in files stays there: pages of its own files have a line, those of the
+    model's file are counted with the model's."""
     cells = state.round_context(context)
+    on_cpu = device == "ram"
+    layer = draft.memory_bytes if on_cpu else draft.dense_bytes + draft.experts_bytes
+    what = "experts and projections, converted or regrouped" if on_cpu else f"dense weights and {g.E} experts"
+    each = f"{sessions} sessions, " if sessions > 1 else ""
     lines = [
-        PlanLine(
-            "draft layer",
-            device,
-            draft.dense_bytes + draft.experts_bytes,
-            f"dense weights and {g.E} experts ({draft.source})",
-        ),
+        PlanLine("draft layer", device, layer, f"{what} ({draft.source})"),
         PlanLine(
             "draft KV cache",
             device,
             sessions * cells * state.kv_cell_bytes(g, kv),
-            f"one attention layer, {cells:,} cells, {kv}",
+            f"{each}one attention layer, {cells:,} cells, {kv}",
         ),
         PlanLine("draft head", device, draft.head_bytes, f"{draft.vocabulary:,} rows of the head"),
     ]
+    if on_cpu:
+        where = "used in place, in the draft layer's own files"
+        lines.insert(1, PlanLine("draft layer (mapped)", device, draft.mapped_bytes, where, kind="map"))
     return [line for line in lines if line.n_bytes]
 
 
@@ -205,7 +227,7 @@ def gpu_fixed_lines(m: ModelFacts, context: int, kv: str, sessions: int, draft: 
         PlanLine(
             "window scratch",
             "vram",
-            gpu_window_bytes(g, state.round_context(context)),
+            gpu_window_bytes(g, state.round_context(context), drafted),
             f"windows of up to {WINDOW_ROWS} rows",
         ),
         PlanLine(
@@ -218,9 +240,12 @@ def gpu_fixed_lines(m: ModelFacts, context: int, kv: str, sessions: int, draft: 
     return lines
 
 
-def host_lines(m: ModelFacts, ngram_rows: int, checkpoints: int) -> list[PlanLine]:
-    """RAM lines that both backends have."""
+def host_lines(
+    m: ModelFacts, context: int, ngram_rows: int, sessions: int, checkpoints: int, lookup: bool, draft: DraftFacts | None
+) -> list[PlanLine]:
+    """RAM lines that both backends have. `lookup`: drafts are also looked up in earlier text."""
     g = m.geometry
+    each = " a session" if sessions > 1 else ""
     lines = []
     if m.ngram_rows:
         n_bytes = ngram_cache_bytes(ngram_rows, m.ngram_rows, m.ngram_row_bytes)
@@ -230,42 +255,49 @@ def host_lines(m: ModelFacts, ngram_rows: int, checkpoints: int) -> list[PlanLin
             )
         )
     if checkpoints:
-        lines.append(
-            PlanLine(
-                "checkpoints",
-                "ram",
-                state.checkpoint_bytes(g, checkpoints),
-                f"up to {checkpoints} recurrent states, as prompts are read",
-                kind="later",
-            )
-        )
+        n_bytes = sessions * state.checkpoint_bytes(g, checkpoints)
+        lines.append(PlanLine("checkpoints", "ram", n_bytes, f"up to {checkpoints} recurrent states{each}"))
+    n_bytes = 4 * context + (LOOKUP_TOKEN_BYTES * min(context, LOOKUP_TOKENS) if lookup else 0)
+    if draft is not None:
+        n_bytes += (DRAFT_QUEUE_ROWS + 2 + checkpoints) * g.CD * 4
+    reason = "token ids" + ("; index of earlier text" if lookup else "") + ("; rows of the draft layer" if draft else "")
+    lines.append(PlanLine("conversations", "ram", sessions * n_bytes, reason + each, kind="later"))
     return lines
 
 
-def gpu_host_lines(m: ModelFacts, ngram_rows: int, checkpoints: int) -> list[PlanLine]:
+def gpu_host_lines(
+    m: ModelFacts, context: int, ngram_rows: int, sessions: int, checkpoints: int, lookup: bool, draft: DraftFacts | None
+) -> list[PlanLine]:
     g = m.geometry
     rows = WINDOW_ROWS * EXCHANGE_DEPTH
     exchange = rows * (2 * g.D + g.D * 8 + (g.K + 1) * 12) + WINDOW_ROWS * g.V * 4
     return [
-        *host_lines(m, ngram_rows, checkpoints),
+        *host_lines(m, context, ngram_rows, sessions, checkpoints, lookup, draft),
         PlanLine("exchange", "ram", exchange, "pinned: rows for the CPU's experts, their results, full logits"),
     ]
 
 
 @lru_cache(maxsize=64)
-def cpu_shared_bytes(g: Geometry) -> int:
+def cpu_shared_bytes(g: Geometry, draft_rows: int = 0) -> int:
     """Scratch and io buffers of the CPU backend: one place per name, as large as its widest program needs; no
     logits."""
     widest: dict[str, int] = {}
-    for buffer in (*program_buffers(g, False), *program_buffers(g, True)):
+    for buffer in (*program_buffers(g, False, draft_rows), *program_buffers(g, True)):
         widest[buffer.name] = max(widest.get(buffer.name, 0), buffer.n_bytes)
     return sum(widest.values())
 
 
 def cpu_lines(
-    m: ModelFacts, context: int, kv: str, sessions: int, ngram_rows: int, checkpoints: int, rows: int
+    m: ModelFacts,
+    context: int,
+    kv: str,
+    sessions: int,
+    ngram_rows: int,
+    checkpoints: int,
+    lookup: bool,
+    draft: DraftFacts | None,
 ) -> list[PlanLine]:
-    """RAM lines of the CPU backend besides the mapped weights. `rows` of a prefill chunk are those of its programs."""
+    """RAM lines of the CPU backend besides the mapped weights."""
     g = m.geometry
     cells = state.round_context(context)
     lines = []
@@ -274,16 +306,22 @@ def cpu_lines(
             more = line.n_bytes + state.recurrent_bytes(g)
             lines.append(PlanLine(line.line, "ram", more, line.reason + "; one copy for a chunk's way back"))
         elif line.line == "RoPE table":
-            tables = state.rope_table_bytes(g, cells) + m.vector_bytes + WINDOW_ROWS * g.C * 4
+            tables = state.rope_table_bytes(g, cells) + m.vector_bytes + g.L * g.E * EXPERT_PLACE_BYTES
+            if draft is not None:
+                tables += draft.vector_bytes + g.E * EXPERT_PLACE_BYTES + WINDOW_ROWS * g.C * 4
             lines.append(
-                PlanLine("tables", "ram", tables, "angles of every position; norms and small vectors in float32")
+                PlanLine(
+                    "tables", "ram", tables, "angles of every position; small vectors in float32; places of experts"
+                )
             )
         else:
             lines.append(line)
-    window = cpu_shared_bytes(g) + m.cpu_private_bytes
+    window = cpu_shared_bytes(g, draft.vocabulary if draft else 0)
+    window += draft.private_bytes if draft else m.cpu_private_bytes
     return [
         *lines,
-        *host_lines(m, ngram_rows, checkpoints),
-        PlanLine("window scratch", "ram", window, f"windows of up to {WINDOW_ROWS} rows, prefill chunks of {rows}"),
+        *(draft_lines(g, draft, context, kv, sessions, "ram") if draft else []),
+        *host_lines(m, context, ngram_rows, sessions, checkpoints, lookup, draft),
+        PlanLine("window scratch", "ram", window, f"windows of up to {WINDOW_ROWS} rows, prefill chunks of {CELL_ROWS}"),
         PlanLine("logits", "ram", WINDOW_ROWS * g.V * 4, f"{WINDOW_ROWS} rows"),
     ]

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from strata.base.geometry import CELL_ROWS
 from strata.base.plan import GIB, MIB, PlanLine, Shortfall
 from strata.planner import needs
 from strata.planner.cache_size import size_cache
-from strata.planner.facts import DraftFacts, ModelFacts, draft_facts
+from strata.planner.draft import DraftFacts, head_bytes, standard_facts
+from strata.planner.facts import ModelFacts
 from strata.planner.machine import Gpu, Machine
 from strata.planner.options import PlanOptions
 from strata.planner.slots import Allotment, admission_queue, slot_sizes
 from strata.planner.state_bytes import kv_format, round_context
 
-FLOOR_BYTES, FLOOR_SHARE = 2560 * MIB, 8
-"""RAM left to the system and to Python: 2.5 GiB, on small machines an eighth."""
+FLOOR_BYTES, FLOOR_SHARE, FREE_SHARE = 2560 * MIB, 8, 4
+"""RAM left to the system and to Python: 2.5 GiB, on small machines an eighth of all, on busy ones a quarter of what is
+free."""
 
 WSL_PINNED_BYTES = GIB
 """WSL locks about this much memory for a GPU."""
@@ -44,8 +46,8 @@ class Priced:
     needs_disk: bool
 
 
-def ram_floor_bytes(machine: Machine) -> int:
-    return min(FLOOR_BYTES, machine.ram_total_bytes // FLOOR_SHARE)
+def ram_floor_bytes(machine: Machine, free_bytes: int) -> int:
+    return min(FLOOR_BYTES, machine.ram_total_bytes // FLOOR_SHARE, free_bytes // FREE_SHARE)
 
 
 def ram_free_bytes(machine: Machine, o: PlanOptions) -> int:
@@ -59,14 +61,16 @@ def vram_free_bytes(gpu: Gpu, o: PlanOptions) -> int:
 
 def draft_of(m: ModelFacts, o: PlanOptions) -> DraftFacts | None:
     """The draft layer that is priced, or None."""
-    if o.draft == "off" or (o.draft == "auto" and m.draft is None):
+    if o.draft in ("off", "lookup") or (o.draft == "auto" and m.draft is None):
         return None
-    standard = draft_facts(m.geometry, m.head.n_bytes // m.geometry.V, o.draft_vocabulary)
-    if m.draft is None:
-        return standard
-    return DraftFacts(
-        m.draft.dense_bytes, m.draft.experts_bytes, standard.head_bytes, standard.vocabulary, m.draft.source
-    )
+    row_bytes = m.head.n_bytes // m.geometry.V
+    if m.draft is None or m.draft.is_standard:
+        private = m.draft.private_bytes if m.draft else m.cpu_private_bytes
+        return standard_facts(m.geometry, row_bytes, o.draft_vocabulary, private)
+    if o.draft_vocabulary is None:
+        return m.draft
+    rows = min(o.draft_vocabulary, m.geometry.V)
+    return replace(m.draft, vocabulary=rows, head_bytes=head_bytes(m.geometry, row_bytes, rows))
 
 
 def _ngram_rows(o: PlanOptions, default: int) -> int:
@@ -91,7 +95,7 @@ def _sums(lines: list[PlanLine]) -> str:
 
     parts = (
         ("dense weights", of("weights", "LM head")),
-        ("sessions", of("KV cache", "pooled", "recurrent", "RoPE")),
+        ("sessions", of("KV cache", "pooled", "recurrent", "RoPE", "tables", "checkpoints", "conversations")),
         ("draft layer and head", of("draft")),
     )
     return ", ".join(f"{name} {mib:,.0f} MiB" for name, mib in parts if mib)
@@ -101,7 +105,8 @@ def price_gpu(m: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, context
     """The configuration on a GPU, with its RAM side."""
     g, kv = m.geometry, kv_format(o.kv, context, m.geometry.dh)
     free = vram_free_bytes(gpu, o)
-    lines = needs.gpu_fixed_lines(m, context, kv, o.sessions, draft_of(m, o))
+    draft = draft_of(m, o)
+    lines = needs.gpu_fixed_lines(m, context, kv, o.sessions, draft)
     sizes = slot_sizes(m.expert_bytes)
     queue = admission_queue(sizes, g.E, o.profile)
     fixed = sum(line.held_bytes for line in lines)
@@ -133,7 +138,8 @@ def price_gpu(m: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, context
             )
         )
     ngram_rows = _ngram_rows(o, NGRAM_ROWS_GPU)
-    ram = _ram_beside_gpu(m, machine, o, needs.gpu_host_lines(m, ngram_rows, o.checkpoints), cache.allotment)
+    host = needs.gpu_host_lines(m, context, ngram_rows, o.sessions, o.checkpoints, o.draft != "off", draft)
+    ram = _ram_beside_gpu(m, machine, o, host, cache.allotment)
     return Priced(
         context=context,
         kv=kv,
@@ -165,7 +171,8 @@ class _Ram:
 
 def _ram_beside_gpu(m: ModelFacts, machine: Machine, o: PlanOptions, host: list[PlanLine], held: Allotment) -> _Ram:
     """Where RAM holds experts beside a GPU: all of them pinned, what VRAM does not hold, or file pages."""
-    free, floor = ram_free_bytes(machine, o), ram_floor_bytes(machine)
+    free = ram_free_bytes(machine, o)
+    floor = ram_floor_bytes(machine, free)
     lines = [*host, PlanLine("system floor", "ram", floor, "left to the system and Python", kind="reserve")]
     room = free - sum(line.held_bytes for line in lines)
     every = m.experts_bytes
@@ -222,23 +229,23 @@ def price_cpu(m: ModelFacts, machine: Machine, o: PlanOptions, context: int) -> 
     """The configuration on the CPU backend: weights stay pages of the file."""
     kv = kv_format(o.kv, context, m.geometry.dh)
     chunk = 0 if o.prefill == "windows" else CELL_ROWS
-    free, floor = ram_free_bytes(machine, o), ram_floor_bytes(machine)
+    free = ram_free_bytes(machine, o)
+    floor = ram_floor_bytes(machine, free)
     ngram_rows = _ngram_rows(o, NGRAM_ROWS_CPU)
-    other = needs.cpu_lines(m, context, kv, o.sessions, ngram_rows, o.checkpoints, CELL_ROWS)
     draft = draft_of(m, o)
-    if draft is not None:
-        other += needs.draft_lines(m.geometry, draft, context, kv, o.sessions, "ram")
+    other = needs.cpu_lines(m, context, kv, o.sessions, ngram_rows, o.checkpoints, o.draft != "off", draft)
     other.append(PlanLine("system floor", "ram", floor, "left to the system and Python", kind="reserve"))
     taken = sum(line.held_bytes for line in other)
-    room = free - taken - m.dense_bytes
+    every_token = m.dense_bytes + (draft.in_model_bytes if draft else 0)
+    room = free - taken - every_token
     shortfalls = []
     if room < 0:
-        dense = PlanLine("weights (mapped)", "ram", m.dense_bytes, "", kind="map")
+        dense = PlanLine("weights (mapped)", "ram", every_token, "", kind="map")
         limiting = _first_over([dense, *other], free)
-        shortfalls.append(Shortfall("ram", limiting, taken + m.dense_bytes, free, _sums([dense, *other])))
+        shortfalls.append(Shortfall("ram", limiting, taken + every_token, free, _sums([dense, *other])))
     in_ram = max(0, min(m.experts_bytes, room))
     spare = max(room - in_ram, 0)
-    held = min(m.dense_bytes, max(free - taken, 0)) + in_ram + min(spare, m.ngram_table_bytes)
+    held = min(every_token, max(free - taken, 0)) + in_ram + min(spare, m.ngram_table_bytes)
     text = "used in place, as in the file"
     if m.ngram_table_bytes:
         text += f"; {m.ngram_table_bytes / GIB:,.1f} GiB of it the n-gram table, read row by row"

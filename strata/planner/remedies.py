@@ -14,7 +14,9 @@ from strata.planner.pricing import Priced, fits_at, largest_context, price
 MOST_REMEDIES = 3
 
 
-def _changes(o: PlanOptions, context: int, kv: str, gpu: Gpu | None) -> Iterator[tuple[str, PlanOptions, int]]:
+def _changes(
+    m: ModelFacts, o: PlanOptions, context: int, kv: str, gpu: Gpu | None
+) -> Iterator[tuple[str, PlanOptions, int]]:
     """Single changes of options in the order of what they cost the user: (text, options, context)."""
     if o.slots is not None:
         yield "slots=None (as many as fit)", replace(o, slots=None), context
@@ -28,7 +30,7 @@ def _changes(o: PlanOptions, context: int, kv: str, gpu: Gpu | None) -> Iterator
         yield 'prefill="windows" (no chunk buffers, prompts are read slower)', replace(o, prefill="windows"), context
     if o.reserve_mib is not None and o.reserve_mib > 300:
         yield "reserve_mib=300", replace(o, reserve_mib=300), context
-    if o.draft_vocabulary is None and o.draft != "off":
+    if o.draft_vocabulary is None and (o.draft == "mtp" if m.draft is None else m.draft.is_standard):
         yield "draft_vocabulary=40525 (the English subset)", replace(o, draft_vocabulary=40_525), context
     if o.sessions > 1:
         yield "sessions=1", replace(o, sessions=1), context
@@ -68,7 +70,7 @@ def remedies(
     def cures(options: PlanOptions, at: int) -> bool:
         return fits_at(m, machine, None if options.device == "cpu" else gpu, options, at, no_disk=no_disk)
 
-    for text, options, at in _changes(o, context, priced.kv, gpu):
+    for text, options, at in _changes(m, o, context, priced.kv, gpu):
         if len(found) == MOST_REMEDIES - 1:
             break
         if cures(options, at):

@@ -12,6 +12,9 @@ from strata.base.geometry import WINDOW_ROWS
 SHAPE = (1.0, 1.35, 1.7, 2.05, 2.45, 2.85, 3.25, 3.6)
 """Cost of a window of 1..8 rows in units of one row, where nothing else is known."""
 
+COMMON = 0.8
+"""Part of a size's change in cost that sizes not measured at that moment are taken to share."""
+
 MEMORY = 200.0
 """Trials that a rate looks back on."""
 
@@ -60,7 +63,10 @@ class Costs:
         else:
             age = round_index - self.last[T]
             step = max(0.1, 1.0 / (n + 1), min(0.5, age / 200.0))
-            mean += step * (min(ms, 2.0 * mean) - mean)
+            before, mean = mean, mean + step * (min(ms, 2.0 * mean) - mean)
+            if n >= 8:  # what slows one size (a longer context, a busier machine) slows the others
+                moved = 1.0 + COMMON * (mean / before - 1.0)
+                self.table = [moved * value for value in self.table]
         self.table[T] = mean
         self.n[T], self.last[T] = n + 1, round_index
         self.longest = max(self.longest, T)

@@ -36,6 +36,9 @@ MARGIN = 0.02
 LOOKUP_MARGIN = 0.03
 """Tokens a round that lookup must be expected to gain over the drafter."""
 PROBE_SHARE = 0.008
+"""Part of the time that all probes together may lose."""
+CHEAP_SHARE = 0.001
+"""Part of the time that probes of a drafter may always lose, however often they failed."""
 FIRST_PAUSE, LONGEST_PAUSE, LONGEST_PAUSE_ONE_ROW = 16, 1024, 256
 """Rounds between probes of one kind."""
 STEP_ROWS = 2
@@ -247,9 +250,9 @@ class DraftPolicy:
         if facts.drafter and not choice.n_drafts:
             price = max(self.draft_ms + table[2] - table[1], 1e-9)
             loss = price - self._drafter.mean(0) / per_ms
-            # what nearly pays is cheap to try: its pause is shorter by the part of the price that comes back
-            pause = max(2.0, self._drafter_pause * max(0.0, loss) / price)
-            if self._round - self._drafter_last >= pause and loss <= self._budget_ms:
+            # what nearly pays, or costs next to nothing, is tried more often
+            pause = min(self._drafter_pause * loss / price, loss / (CHEAP_SHARE * table[1]))
+            if self._round - self._drafter_last >= max(2.0, pause) and loss <= self._budget_ms:
                 self._probe_rows, self._probe_kind = 2, "probe of the drafter"
                 return Choice(1, 0, self._probe_kind)
         T = 1 + self._round % WINDOW_ROWS  # one size is considered a round

@@ -212,6 +212,8 @@ def read_geometry(gguf: GgufFile) -> Geometry:
         )
     if rotary % 2 or rotary > dh:
         raise ModelError("rope.dimension_count", found=rotary, needed=f"even and <= {dh}")
+    if keys.integer("ssm.state_size") % 4:
+        raise ModelError("GDN key heads", found=f"{keys.integer('ssm.state_size')} values", needed="a multiple of 4")
     value_heads = keys.integer("ssm.time_step_rank")
     inner = keys.integer("ssm.inner_size")
     if inner % value_heads or value_heads % keys.integer("ssm.group_count"):

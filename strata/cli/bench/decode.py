@@ -7,33 +7,21 @@ import os
 import platform
 import statistics
 import sys
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import version as version_of
 from importlib.resources import files
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-import numpy as np
 import typer
 
 import strata
 from strata.base.errors import need
 from strata.base.geometry import CELL_ROWS, CONTEXT_RESERVE
 from strata.cli import flags
-from strata.cli.bench.timing import TimedBackend, TimedText, job_overhead_us
 from strata.cli.output import Bar, working
+from strata.measure import PROMPT_TOKENS, Sample, Speed
 from strata.planner.machine import Machine
-from strata.runtime.generate import Generation
-from strata.runtime.sampling import SamplingParams
-from strata.runtime.session import SessionState
-from strata.streams import TextStream
-from strata.text.stop import TextStop
 
-if TYPE_CHECKING:
-    from strata.model import Model
-
-PROMPT_TOKENS = 64
-"""What decode starts from; short, so that a repeat is mostly decode."""
 WARM_UP_TOKENS = 32
 
 
@@ -50,7 +38,7 @@ def command(
     prefill: flags.Prefill = "auto",
     json_: flags.Json = False,
 ) -> None:
-    """Measure greedy decode and prefill of a stored text, and split a token's time.
+    """Measure greedy decode (without drafts) and prefill of a stored text, and split a token's time.
 
     kernels: compiled ops. join: handing jobs to threads and collecting them, as jobs a token times the measured
     overhead of a job of equal chunks; waiting for a thread that has more to do counts as kernels. text: tokens to
@@ -64,7 +52,8 @@ def command(
     need(context >= cells, "--context is too small for this bench", found=context, needed=f">= {cells}")
     load_average = os.getloadavg()[0]
     with flags.loaded(model, context=context, threads=threads, pin=pin, kv=kv, prefill=prefill) as loaded:
-        bench = Bench(loaded)
+        text = files("strata.cli.bench").joinpath("prompt.txt").read_text(encoding="utf-8")
+        bench = Speed(loaded, text)
         with working("warming up"):
             bench.decode(WARM_UP_TOKENS, profile=False)
             bench.prefill(min(prefill_tokens, 2 * CELL_ROWS))
@@ -99,97 +88,6 @@ def command(
             "ops_us_per_token": _ops(split),
         }
     typer.echo(json.dumps(report, indent=2) if json_ else "\n".join(_text(report, ops)))
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One repeat of decode; times in us a token.
-
-    wall     from asking for a chunk of the stream to the next          backend  inside the backend's entry points
-    walk     inside compiled programs (0 unless profiled)               text     detokeniser and stop strings
-    join     sharing jobs among threads, within walk                    jobs     jobs shared, a token
-    busy     CPU seconds a second of all threads                        ops      walk by kind of op
-    """
-
-    wall_us: float
-    backend_us: float
-    walk_us: float
-    join_us: float
-    text_us: float
-    jobs: float
-    busy: float
-    ops: dict[str, float]
-
-    def parts(self) -> dict[str, float]:
-        """The split; its five parts add up to the wall time."""
-        return {
-            "wall": self.wall_us,
-            "kernels": self.walk_us - self.join_us,
-            "join": self.join_us,
-            "python_backend": self.backend_us - self.walk_us,
-            "python_loop": self.wall_us - self.backend_us - self.text_us,
-            "text": self.text_us,
-        }
-
-
-class Bench:
-    """A model's backend under clocks, with a session of its own."""
-
-    def __init__(self, model: Model):
-        self.model, self.inner = model, model._backend
-        self.backend = TimedBackend(self.inner)
-        self.state = SessionState(self.backend, model.context, checkpoints=0)
-        text = files("strata.cli.bench").joinpath("prompt.txt").read_text(encoding="utf-8")
-        self.tokens = model.tokenize(text, special=False)
-        self.overhead_us = job_overhead_us(self.inner.pool)
-
-    def prompt(self, n: int) -> np.ndarray:
-        """The first n tokens of the stored text, repeated where it is shorter."""
-        return np.resize(self.tokens, n)
-
-    def decode(self, n_tokens: int, profile: bool) -> Sample:
-        """Decode n_tokens greedily; the prompt and the first token are not timed."""
-        self.state.clear()
-        text = TimedText(TextStop(self.model.tokenizer, (), ()))
-        generation = Generation(
-            self.state, self.prompt(PROMPT_TOKENS), SamplingParams().seeded(), n_tokens + 1, text, lambda: text.stopped,
-            windows_only=self.model.windows_only,
-        )  # fmt: skip
-        stream = TextStream(generation, text, self.model.turn, lambda: None)
-        next(stream)
-        if profile:
-            self.inner.profile(True)
-        jobs = self.inner.pool.stats()["jobs"]
-        backend_s, text_s = self.backend.clock.seconds, text.clock.seconds
-        cpu_s, began = time.process_time(), time.perf_counter()
-        for _ in stream:
-            pass
-        wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_s
-        backend_s, text_s = self.backend.clock.seconds - backend_s, text.clock.seconds - text_s
-        jobs = (self.inner.pool.stats()["jobs"] - jobs) / n_tokens
-        op_ns = self.inner.op_times() if profile else {}
-        if profile:
-            self.inner.profile(False)
-        us = 1e6 / n_tokens
-        return Sample(
-            wall_us=wall_s * us,
-            backend_us=backend_s * us,
-            walk_us=sum(op_ns.values()) / 1e9 * us,
-            join_us=jobs * self.overhead_us if profile else 0.0,
-            text_us=text_s * us,
-            jobs=jobs,
-            busy=cpu_s / wall_s,
-            ops={kind: ns / 1e9 * us for kind, ns in op_ns.items()},
-        )
-
-    def prefill(self, n_tokens: int) -> float:
-        """Tokens/s of reading a prompt into an empty state."""
-        self.state.clear()
-        tokens = self.prompt(n_tokens)
-        began = time.perf_counter()
-        with self.model.turn():
-            self.state.read(tokens, windows_only=self.model.windows_only)
-        return n_tokens / (time.perf_counter() - began)
 
 
 # ---- report

@@ -1,0 +1,215 @@
+"""Where the time of a token goes: the generate loop that answers run, with clocks around the backend and the text.
+
+Both wrappers stand where the real object stands in the loop; nothing is patched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from strata.base.state import State
+from strata.base.window import HeadRequest, HeadRows
+from strata.cpu.compiled import chunk
+from strata.cpu.lower import parallel
+from strata.cpu.machine_code import clock_ns, pause
+from strata.cpu.pool import Pool
+from strata.cpu.walker import WalkList
+from strata.runtime.generate import Generation
+from strata.runtime.sampling import SamplingParams
+from strata.runtime.session import SessionState
+from strata.streams import TextStream
+from strata.text.stop import TextStop
+
+if TYPE_CHECKING:
+    from strata.model import Model
+
+PROMPT_TOKENS = 64
+"""What decode starts from; short, so that a repeat is mostly decode."""
+
+JOBS = 256
+RUNS = 15
+CHUNK_NS = 2000
+
+
+class Clock:
+    """Seconds spent in calls made through it."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return function(*arguments)
+        finally:
+            self.seconds += time.perf_counter() - began
+
+
+class TimedBackend:
+    """A backend whose windows, heads, commits and prefill chunks are timed; everything else is the backend's own."""
+
+    def __init__(self, backend: Any):
+        self._backend = backend
+        self.clock = Clock()
+
+    def new_state(self) -> State:
+        return self._backend.new_state()
+
+    def window(self, state: State, tokens: np.ndarray, previous: tuple[int, int]) -> None:
+        self.clock.call(self._backend.window, state, tokens, previous)
+
+    def prefill(self, state: State, tokens: np.ndarray, previous: tuple[int, int]) -> None:
+        self.clock.call(self._backend.prefill, state, tokens, previous)
+
+    def head(self, first_row: int, T: int, request: HeadRequest) -> HeadRows:
+        return self.clock.call(self._backend.head, first_row, T, request)
+
+    def commit(self, state: State, n_keep: int) -> None:
+        self.clock.call(self._backend.commit, state, n_keep)
+
+
+class TimedText:
+    """A TextStop whose work is timed."""
+
+    def __init__(self, text: TextStop):
+        self._text = text
+        self.clock = Clock()
+
+    def __call__(self, tokens: Iterable[int]) -> int:
+        return self.clock.call(self._text, tokens)
+
+    def take(self) -> str:
+        return self.clock.call(self._text.take)
+
+    def finish(self) -> str:
+        return self.clock.call(self._text.finish)
+
+    @property
+    def stopped(self) -> bool:
+        return self._text.stopped
+
+    @property
+    def stopped_on(self) -> str | int | None:
+        return self._text.stopped_on
+
+
+@chunk
+def _keep_busy(desc, index, n_chunks):
+    """A chunk that takes CHUNK_NS."""
+    until = clock_ns() + CHUNK_NS
+    while clock_ns() < until:
+        pause()
+
+
+def job_overhead_us(pool: Pool) -> float:
+    """What sharing a job adds to its work, in us: the median over runs of many jobs of one 2 us chunk a thread.
+
+    The workers are awake, as they are between the ops of a window. 0 with one thread, where jobs are not shared.
+    """
+    if pool.threads == 1:
+        return 0.0
+    walk = WalkList()
+    for _ in range(JOBS):
+        walk.add(parallel, pool.address, pool.threads, _keep_busy.address)
+    walk.run()
+    times = []
+    for _ in range(RUNS):
+        began = time.perf_counter()
+        walk.run()
+        times.append(time.perf_counter() - began)
+    return max(float(np.median(times)) / JOBS * 1e6 - CHUNK_NS / 1e3, 0.0)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One repeat of decode; times in us a token.
+
+    wall     from asking for a chunk of the stream to the next          backend  inside the backend's entry points
+    walk     inside compiled programs (0 unless profiled)               text     detokeniser and stop strings
+    join     sharing jobs among threads, within walk                    jobs     jobs shared, a token
+    busy     CPU seconds a second of all threads                        ops      walk by kind of op
+    """
+
+    wall_us: float
+    backend_us: float
+    walk_us: float
+    join_us: float
+    text_us: float
+    jobs: float
+    busy: float
+    ops: dict[str, float]
+
+    def parts(self) -> dict[str, float]:
+        """The split; its five parts add up to the wall time."""
+        return {
+            "wall": self.wall_us,
+            "kernels": self.walk_us - self.join_us,
+            "join": self.join_us,
+            "python_backend": self.backend_us - self.walk_us,
+            "python_loop": self.wall_us - self.backend_us - self.text_us,
+            "text": self.text_us,
+        }
+
+
+class Speed:
+    """A model's generate loop and backend under clocks, with a session of its own, from the tokens of a text."""
+
+    def __init__(self, model: Model, text: str):
+        self.model, self.inner = model, model._backend
+        self.backend = TimedBackend(self.inner)
+        self.state = SessionState(self.backend, model.context, checkpoints=0)
+        self.tokens = model.tokenize(text, special=False)
+        self.overhead_us = job_overhead_us(self.inner.pool)
+
+    def prompt(self, n: int) -> np.ndarray:
+        """The first n tokens of the stored text, repeated where it is shorter."""
+        return np.resize(self.tokens, n)
+
+    def decode(self, n_tokens: int, profile: bool) -> Sample:
+        """Decode n_tokens greedily; the prompt and the first token are not timed."""
+        self.state.clear()
+        text = TimedText(TextStop(self.model.tokenizer, (), ()))
+        generation = Generation(
+            self.state, self.prompt(PROMPT_TOKENS), SamplingParams().seeded(), n_tokens + 1, text, lambda: text.stopped,
+            windows_only=self.model.windows_only,
+        )  # fmt: skip
+        stream = TextStream(generation, text, self.model.turn, lambda: None)
+        next(stream)
+        if profile:
+            self.inner.profile(True)
+        jobs = self.inner.pool.stats()["jobs"]
+        backend_s, text_s = self.backend.clock.seconds, text.clock.seconds
+        cpu_s, began = time.process_time(), time.perf_counter()
+        for _ in stream:
+            pass
+        wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_s
+        backend_s, text_s = self.backend.clock.seconds - backend_s, text.clock.seconds - text_s
+        jobs = (self.inner.pool.stats()["jobs"] - jobs) / n_tokens
+        op_ns = self.inner.op_times() if profile else {}
+        if profile:
+            self.inner.profile(False)
+        us = 1e6 / n_tokens
+        return Sample(
+            wall_us=wall_s * us,
+            backend_us=backend_s * us,
+            walk_us=sum(op_ns.values()) / 1e9 * us,
+            join_us=jobs * self.overhead_us if profile else 0.0,
+            text_us=text_s * us,
+            jobs=jobs,
+            busy=cpu_s / wall_s,
+            ops={kind: ns / 1e9 * us for kind, ns in op_ns.items()},
+        )
+
+    def prefill(self, n_tokens: int) -> float:
+        """Tokens/s of reading a prompt into an empty state."""
+        self.state.clear()
+        tokens = self.prompt(n_tokens)
+        began = time.perf_counter()
+        with self.model.turn():
+            self.state.read(tokens, windows_only=self.model.windows_only)
+        return n_tokens / (time.perf_counter() - began)
