@@ -1,7 +1,8 @@
-"""Loading: options, the context that fits, the draft layer, the backend."""
+"""Loading: options, the plan that a load executes, the draft layer, the backend."""
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,25 +10,25 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import psutil
-
-from strata.base.errors import DoesNotFit, need
-from strata.base.geometry import CELL_ROWS, CONTEXT_RESERVE, Geometry
+from strata.base.errors import need
+from strata.base.geometry import CONTEXT_RESERVE, Geometry
+from strata.base.plan import Plan
 from strata.cpu.backend import CpuBackend
 from strata.pack.experts import expert_layout
 from strata.pack.gguf_file import GgufFile
-from strata.pack.mtp_files import DraftLayer, find_draft, read_draft
+from strata.pack.mtp_files import DraftLayer, read_draft
 from strata.pack.tensors import Tensors
+from strata.planner.draft import draft_source
+from strata.planner.machine import Machine
+from strata.planner.memory import facts_of, plan
+from strata.planner.options import PlanOptions
+from strata.planner.state_bytes import round_context
 from strata.runtime.session import AUTOMATIC_CHECKPOINTS
 
 log = logging.getLogger("strata")
 
 KV_FORMATS = ("auto", "f16", "int8")
-F16_CONTEXT = 8192
-"""Up to this context "auto" stores K and V as float16, above as int8."""
-
-RAM_SHARE = 0.8
-"""Share of the available memory that an automatic context may take."""
+LEAST_CONTEXT = CONTEXT_RESERVE + 2
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,13 @@ class LoadOptions:
         need(self.kv in KV_FORMATS, "kv is unknown", found=repr(self.kv), needed=", ".join(KV_FORMATS))
         known = self.prefill in ("auto", "windows")
         need(known, "prefill is unknown", found=repr(self.prefill), needed='"auto" or "windows"')
-        for name, least in (("sessions", 1), ("context", 1), ("checkpoints", 0)):
+        for name, least in (("sessions", 1), ("context", 1), ("threads", 1), ("checkpoints", 0)):
             value = getattr(self, name)
-            if value is not None or name != "context":
+            if value is not None or name not in ("context", "threads"):
                 good = isinstance(value, int) and not isinstance(value, bool) and value >= least
                 need(good, f"{name} is out of range", found=repr(value), needed=f"an integer >= {least}")
+        small = self.context is not None and self.context < LEAST_CONTEXT
+        need(not small, "the context is too small", found=self.context, needed=f">= {LEAST_CONTEXT}")
         proposes = callable(getattr(self.draft, "propose", None))
         need(
             self.draft is None or isinstance(self.draft, str | Path) or proposes,
@@ -66,83 +69,67 @@ class LoadOptions:
         return self.draft not in (None, "off")
 
 
-def kv_format(kv: str, context: int, geometry: Geometry) -> str:
-    """The format "auto" stands for; refuses int8 for heads that its groups of 64 values do not divide."""
-    whole = geometry.dh % 64 == 0
-    if kv == "auto":
-        return "int8" if context > F16_CONTEXT and whole else "f16"
-    if kv == "int8":
-        found = f"heads of {geometry.dh}"
-        need(whole, "kv=int8 needs groups of 64 values", found=found, needed="a multiple of 64", advice='Use kv="f16".')
-    return kv
+def find_draft_layer(gguf: GgufFile, draft: Any) -> Path | None:
+    """The draft layer's file or folder that the option means, or None if there is none to use."""
+    # "mtp" prices a layer that is not there; to load one, its name is that of a file.
+    source = draft_source(gguf, Path(draft) if draft == "mtp" else draft)
+    if source is None and draft == "auto":
+        log.warning("no draft layer beside %s: drafting by lookup alone", gguf.path.name)
+    return None if source is None else Path(source)
 
 
-def cells_of(context: int) -> int:
-    """Cells allocated for a context: whole prefill cells."""
-    return -(-context // CELL_ROWS) * CELL_ROWS
+def plan_load(gguf: GgufFile, g: Geometry, o: LoadOptions, source: Path | None) -> Plan:
+    """The plan that this load executes, on this machine. Its notes are logged.
+
+    DoesNotFit with found, needed and remedies for what does not fit; BadArgument for options that the model cannot have.
+    """
+    machine = Machine.here(gguf.path)
+    if machine.gpus:
+        _say_cpu_alone(machine.gpus[0].name)
+    options = PlanOptions(
+        context=o.context,
+        sessions=o.sessions,
+        kv=o.kv,
+        device="cpu",
+        prefill=o.prefill,
+        draft="auto" if source is not None else "lookup" if o.drafting else "off",
+        checkpoints=o.checkpoints,
+        threads=o.threads,
+    )
+    made = plan(facts_of(gguf, g, source), machine, options)
+    made.require()
+    for note in made.notes:
+        log.warning("%s", note)
+    return made
 
 
-def session_bytes(arch: ModuleType, g: Geometry, o: LoadOptions, context: int, draft: bool) -> int:
-    """Bytes of all sessions, their checkpoints and the rotary table at a context."""
-    buffers = arch.session_buffers(g, cells_of(context), kv_format(o.kv, context, g), draft)
-    recurrent = sum(b.n_bytes for b in buffers if b.role == "recurrent")
-    return o.sessions * (sum(b.n_bytes for b in buffers) + o.checkpoints * recurrent) + 4 * g.rotary_dims * context
+@functools.cache
+def _say_cpu_alone(gpu: str) -> None:
+    """Once a process, since every load would say the same."""
+    log.warning("%s is here, but this version computes on the CPU alone", gpu)
 
 
-def fit_context(arch: ModuleType, g: Geometry, o: LoadOptions, draft: bool) -> int:
-    """The context to use; an automatic one shrinks until it fits (logged), an explicit one is refused instead."""
-    available = int(psutil.virtual_memory().available * RAM_SHARE)
-
-    def needed(context: int) -> int:
-        return session_bytes(arch, g, o, context, draft)
-
-    if o.context is not None:
-        least = CONTEXT_RESERVE + 2
-        need(o.context >= least, "the context is too small", found=o.context, needed=f">= {least}")
-        if needed(o.context) > available:
-            raise DoesNotFit(
-                f"a context of {o.context} with {o.sessions} sessions does not fit in memory",
-                found=f"{available >> 20} MiB available",
-                needed=f"{needed(o.context) >> 20} MiB",
-                advice='Use a smaller context=, kv="int8", or fewer sessions.',
-            )
-        if o.context > g.trained_context:
-            log.warning("context %d is beyond the trained context of %d", o.context, g.trained_context)
-        return o.context
-    fit = g.trained_context
-    while needed(fit) > available and fit > CELL_ROWS:
-        fit //= 2
-    if needed(fit) > available:
-        found, wanted = f"{available >> 20} MiB available", f"{needed(fit) >> 20} MiB"
-        raise DoesNotFit("no context fits in memory", found=found, needed=wanted, advice="Free memory or use fewer sessions.")
-    if fit < g.trained_context:
-        log.warning("context reduced from %d to %d: %d MiB available", g.trained_context, fit, available >> 20)
-    return fit
-
-
-def load_draft_layer(gguf: GgufFile, arch: ModuleType, g: Geometry, draft: Any) -> DraftLayer | None:
-    """The draft layer that the option asks for, checked against the model; None if there is none to use."""
-    if draft in (None, "off", "lookup") or not isinstance(draft, str | Path):
+def load_draft_layer(source: Path | None, gguf: GgufFile, arch: ModuleType, g: Geometry) -> DraftLayer | None:
+    """Read the draft layer and check it against the model; None without a source."""
+    if source is None:
         return None
-    if draft == "auto":
-        source = find_draft(gguf)
-        if source is None:
-            log.warning("no draft layer beside %s: drafting by lookup alone", gguf.path.name)
-            return None
-    else:
-        source = Path(draft)
     layer = read_draft(source, gguf, g)
     arch.check_draft(layer.tensors, g)
     return layer
 
 
 def make_backend(
-    gguf: GgufFile, arch: ModuleType, g: Geometry, o: LoadOptions, context: int, layer: DraftLayer | None
+    gguf: GgufFile, arch: ModuleType, g: Geometry, p: Plan, pin: bool, layer: DraftLayer | None
 ) -> CpuBackend:
-    """Allocate everything and compile what the file's types need."""
-    kv = kv_format(o.kv, context, g)
-    programs = arch.build_programs(g, cells_of(context), kv, layer.head_rows if layer else 0)
+    """Allocate what the plan says, but for the sessions, and compile what the file's types need."""
+    programs = arch.build_programs(g, round_context(p.context), p.kv, layer.head_rows if layer else 0)
     held: Mapping[str, Any] = layer.tensors if layer else {}
-    return CpuBackend(Tensors(gguf, held), g, expert_layout(gguf, g.L), programs, threads=o.threads, pin=o.pin)
-
-
+    return CpuBackend(
+        Tensors(gguf, held),
+        g,
+        expert_layout(gguf, g.L),
+        programs,
+        threads=p.threads,
+        pin=pin,
+        ngram_cache_rows=p.ngram_cache_rows,
+    )

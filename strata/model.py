@@ -19,7 +19,9 @@ import numpy as np
 from strata.arch import architecture_of
 from strata.base.errors import Closed, DoesNotFit, ModelError, need
 from strata.base.geometry import Geometry
-from strata.loading import LoadOptions, fit_context, kv_format, load_draft_layer, make_backend
+from strata.base.plan import Mismatch, Plan
+from strata.base.program import Allocation
+from strata.loading import LoadOptions, find_draft_layer, load_draft_layer, make_backend, plan_load
 from strata.options import refuse_unknown
 from strata.pack.gguf_file import GgufFile
 from strata.records import ChatResult, Result
@@ -111,28 +113,43 @@ class Model:
         self.turn_token = self.tokenizer.token_id("<|im_start|>")
         self.windows_only = options.prefill == "windows"
         self.load_seconds = 0.0
-        self.draft_layer = load_draft_layer(gguf, arch, self.geometry, options.draft)
-        self.context = fit_context(arch, self.geometry, options, self.draft_layer is not None)
-        self.kv = kv_format(options.kv, self.context, self.geometry)
-        self._backend = make_backend(gguf, arch, self.geometry, options, self.context, self.draft_layer)
+        source = find_draft_layer(gguf, options.draft)
+        self.plan: Plan = plan_load(gguf, self.geometry, options, source)
+        self.context, self.kv = self.plan.context, self.plan.kv
+        self.draft_layer = load_draft_layer(source, gguf, arch, self.geometry)
+        self._backend = make_backend(gguf, arch, self.geometry, self.plan, options.pin, self.draft_layer)
         self._turn = threading.RLock()
         self._pool_lock = threading.RLock()  # around which session holds which state; never held during work
         self.policy = DraftPolicy() if options.drafting else None
         self._guard = None
         if callable(getattr(options.draft, "propose", None)):
             self._guard = DrafterGuard(options.draft, self.geometry.V)
-        self._free = [self._new_state(options) for _ in range(options.sessions)]
+        self._states = [self._new_state() for _ in range(self.sessions)]
+        self._free = list(self._states)
+        self.taken = self._allocations()
+        self.mismatches: list[Mismatch] = self.plan.verify(self.taken)
+        for mismatch in self.mismatches:
+            log.warning("allocation differs from the plan: %s", mismatch)
         self._own: Session | None = None
         self._closed = False
         self._live: weakref.WeakSet[Session] = weakref.WeakSet()
 
     # ---- sessions
 
-    def _new_state(self, options: LoadOptions) -> SessionState:
+    def _allocations(self) -> list[Allocation]:
+        """What the load took, under the plan's line names."""
+        taken = self._backend.allocations([s.state for s in self._states])
+        taken.append(Allocation("checkpoints", "ram", sum(s.ledger.n_bytes for s in self._states), "of all sessions"))
+        if self.draft_layer is not None and self.draft_layer.vocabulary is not None:
+            ids = self.draft_layer.vocabulary.nbytes
+            taken.append(Allocation("draft head", "ram", ids, "token ids of its rows"))
+        return [a for a in taken if a.n_bytes]
+
+    def _new_state(self) -> SessionState:
         mtp = None
         if self.draft_layer is not None:
             mtp = MtpDrafter(self._backend, self.geometry.CD, self.draft_layer.vocabulary)
-        state = SessionState(self._backend, self.context, options.checkpoints, mtp)
+        state = SessionState(self._backend, self.context, self.plan.checkpoints, mtp)
         if self.policy is not None:
             state.speculator = Speculator(state, self.policy, self._guard)
         return state
@@ -257,7 +274,16 @@ class Model:
             "sessions": self.sessions,
             "sessions_free": len(self._free),
             "load_seconds": round(self.load_seconds, 3),
-            "memory_bytes": {a.line: a.n_bytes for a in b.allocations(self.sessions)},
+            "memory_bytes": {line: taken for line, _, taken in self.plan.compared(self.taken)},
+            "plan": {
+                "verdict": self.plan.verdict,
+                "lines": {
+                    line: {"planned_bytes": planned, "taken_bytes": taken}
+                    for line, planned, taken in self.plan.compared(self.taken)
+                },
+                "mismatches": [str(m) for m in self.mismatches],
+                "notes": list(self.plan.notes),
+            },
             "pool": b.pool.stats(),
             "ngram": vars(b.ngram.stats) if b.ngram else None,
         }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -222,27 +222,53 @@ class CpuBackend:
 
     # ---- facts
 
-    def allocations(self, sessions: int) -> list[Allocation]:
-        """What this backend holds, under the plan's line names."""
-        cells = sum(b.n_bytes for b in self.programs.states if b.role == "cells" and not b.name.endswith("block_keys"))
-        keys = sum(b.n_bytes for b in self.programs.states if b.name.endswith("block_keys"))
-        recurrent = sum(b.n_bytes for b in self.programs.states if b.role == "recurrent")
-        logits = self.memory.shared["logits"].n_bytes
+    def allocations(self, states: Sequence[State]) -> list[Allocation]:
+        """What this backend holds for `states`, all of its sessions, under the plan's line names."""
+        m, w = self.memory, self.weights
+        buffers = [(b, s.arrays[name].nbytes) for s in states for name, b in s.buffers.items() if b.role == "cells"]
+
+        def cells(draft: bool, keys: bool) -> int:
+            kinds = ((b.name.startswith("mtp."), b.name.endswith("block_keys"), n) for b, n in buffers)
+            return sum(n for is_draft, is_keys, n in kinds if (is_draft, is_keys) == (draft, keys))
+
+        logits = m.arrays["logits"].nbytes
+        scratch = sum(a.nbytes for a in (*m.arrays.values(), *m.private.values())) - logits
+        tables = sum(t.nbytes for t in m.tables.values())
         lines = [
-            ("weights (mapped)", self.weights.tensors.gguf.total_bytes, "used in place from the file's mapping"),
-            ("KV cache", cells * sessions, f"{sessions} sessions"),
-            ("pooled keys", keys * sessions, f"{sessions} sessions"),
-            ("recurrent state", recurrent * sessions + recurrent, f"{sessions} sessions and one chunk's way back"),
-            ("n-gram cache", self.ngram.cache_bytes if self.ngram else 0, "rows already read"),
-            ("window scratch", self.memory.n_bytes - logits, "activations of the widest program"),
-            ("logits", logits, "8 rows"),
+            ("weights (mapped)", w.tensors.gguf.total_bytes, "used in place from the file's mapping"),
+            ("KV cache", cells(False, False), f"{len(states)} sessions"),
+            ("pooled keys", cells(False, True), f"{len(states)} sessions"),
             (
-                "tables",
-                sum(t.nbytes for t in self.memory.tables.values()) + self.weights.vector_bytes,
-                "rotary, vectors",
+                "recurrent state",
+                sum(s.recurrent.nbytes for s in states) + self._before_prefill.nbytes,
+                f"{len(states)} sessions and one chunk's way back",
             ),
+            ("tables", tables + w.vector_bytes + w.place_bytes, "rotary, vectors, places of experts"),
+            *self._draft_lines(cells(True, False)),
+            ("n-gram cache", self.ngram.cache_bytes if self.ngram else 0, "rows already read"),
+            ("window scratch", scratch, "activations of the widest program"),
+            ("logits", logits, "8 rows"),
         ]
-        return [Allocation(line, "ram", n, reason) for line, n, reason in lines]
+        return [Allocation(line, "ram", n, reason) for line, n, reason in lines if n]
+
+    def _draft_lines(self, kv_bytes: int) -> list[tuple[str, int, str]]:
+        """The draft layer's own memory and pages; what lies in the model's file is counted with the model."""
+        tensors = self.weights.tensors
+        head = tensors.held.get("mtp.output.weight")
+        head_bytes = 0 if head is None or head.mapped else head.n_bytes
+        model = [(base.ctypes.data, base.ctypes.data + base.nbytes) for base in tensors.gguf.keeper()]
+
+        def in_model(address: int) -> bool:
+            return any(start <= address < end for start, end in model)
+
+        mapped = [t for t in tensors.held.values() if t.mapped]
+        own_pages = sum(t.n_bytes for t in mapped if not in_model(t.data.ctypes.data))
+        return [
+            ("draft layer", tensors.held_bytes - head_bytes, "converted or regrouped"),
+            ("draft layer (mapped)", own_pages, "used in place from its own files"),
+            ("draft KV cache", kv_bytes, "one attention layer"),
+            ("draft head", head_bytes, "rows of the head that drafts are scored on"),
+        ]
 
     def profile(self, on: bool = True) -> None:
         """Start or stop timing every step; see `op_times`."""

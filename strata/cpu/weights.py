@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from strata.base.errors import ModelError
 from strata.cpu.gemv.table import ActivationLayout, kernel, layout_of
 from strata.cpu.linear import Matrix
+from strata.cpu.self_test import check_format
 from strata.pack.experts import ExpertLayout
 from strata.pack.formats import format_of
 from strata.pack.tensors import Tensors
@@ -20,10 +23,18 @@ class Weights:
     """Everything a program's tensor names stand for. No matrix is copied.
 
     tensors  by name, in the file's mapping or held     experts  where the routed experts of the trunk lie
+    tier     of the kernels; None: the fastest            progress(what)  called before something is compiled
     """
 
-    def __init__(self, tensors: Tensors, experts: ExpertLayout, tier: int | None = None):
+    def __init__(
+        self,
+        tensors: Tensors,
+        experts: ExpertLayout,
+        tier: int | None = None,
+        progress: Callable[[str], None] | None = None,
+    ):
         self.tensors, self.experts, self.tier = tensors, experts, tier
+        self._progress = progress or (lambda what: None)
         self._vectors: dict[tuple[str, bool], np.ndarray] = {}
         self._kernels: dict[int, np.ndarray] = {}
         self._tables: dict[int, np.ndarray] = {}
@@ -32,9 +43,12 @@ class Weights:
         return layout_of(self.tensors.info(name).format, self.tier)
 
     def kernels(self, ggml_type: int) -> np.ndarray:
-        """(4,) int64: addresses of the kernels for 1..4 activation rows."""
+        """(4,) int64: addresses of the kernels for 1..4 activation rows, compiled and self-tested on first use."""
         if ggml_type not in self._kernels:
-            addresses = [kernel(format_of(ggml_type), R, self.tier) for R in KERNEL_ROWS]
+            block = format_of(ggml_type)
+            self._progress(f"{block.name} kernels")
+            addresses = [kernel(block, R, self.tier) for R in KERNEL_ROWS]
+            check_format(block, self.tier)
             self._kernels[ggml_type] = np.array(addresses, np.int64)
         return self._kernels[ggml_type]
 
@@ -67,6 +81,11 @@ class Weights:
     @property
     def vector_bytes(self) -> int:
         return sum(v.nbytes for v in self._vectors.values())
+
+    @property
+    def place_bytes(self) -> int:
+        """Memory of the expert tables."""
+        return sum(t.nbytes for t in self._tables.values())
 
     def expert_names(self, layer: int) -> tuple[str, ...]:
         """Tensors of gate, up and down of a layer's routed experts (gate and up may be one tensor)."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -161,7 +160,8 @@ def _nextn_tensors(block: GgufFile, gguf: GgufFile, model: DraftShape, source: s
         values = prod(shapes[name]) * (2 if half or apart else 1)
         flat = name in VECTORS and prod(info.shape) == values
         if prod(info.shape) != values or (not flat and info.shape[-1] != shapes[name][-1] * (2 if half else 1)):
-            raise ModelError(f"tensor {info.name} of {source}", found=info.shape, needed=f"{values} values, {shapes[name]}")
+            needed = f"{values} values for {shapes[name]}"
+            raise ModelError(f"tensor {info.name} of {source}", found=info.shape, needed=needed)
         kind, where = info.format, MEMORY if apart else place
         if half and model.D % kind.block_values:  # a block holds values of both halves
             kind, where = by_name("F32"), MEMORY

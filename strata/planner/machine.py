@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from strata.base.errors import BadArgument, need
+from strata.cpu import tiers
 from strata.cpu.cores import core_facts, usable_cores
 from strata.planner import probes
 from strata.planner.cards import GIB, card_by_name, find_card, link_gbps
@@ -18,8 +19,8 @@ from strata.planner.nvml import read_gpus
 TIERS = ("portable", "avx2", "avx512")
 """CPU kernel tiers, slowest first."""
 
-TIER_512 = {"avx512bw", "avx512vl", "avx512vnni", "avx512vbmi", "avx512bitalg"}
-TIER_256 = {"avx2", "fma", "f16c"}
+TIER_NAMES = {0: "portable", 256: "avx2", 512: "avx512"}
+"""Names of the tiers in `strata.cpu.tiers`."""
 
 DRIVER_SHARE_BYTES = 256 << 20
 """Of a described card: what driver and firmware keep, so that free is less than total."""
@@ -220,25 +221,15 @@ class Machine:
 
 
 def cpu_tier() -> str:
-    """The kernel tier of the CPU features that Numba compiles for: avx512, avx2 or portable."""
-    named = os.environ.get("NUMBA_CPU_FEATURES")
-    if named is not None:
-        on = {f[1:] for f in named.split(",") if f.startswith("+")}
-    else:
-        from llvmlite import binding
-
-        try:
-            on = {name for name, has in binding.get_host_cpu_features().items() if has}
-        except RuntimeError:
-            on = set()
-    return "avx512" if on >= TIER_512 | TIER_256 else "avx2" if on >= TIER_256 else "portable"
+    """The fastest kernel tier that the CPU features Numba compiles for would run."""
+    return TIER_NAMES[max(tiers.available_tiers())]
 
 
 def kernel_tier() -> str:
-    """The fastest tier that the CPU backend has kernels for on this CPU."""
+    """The tier whose kernels the CPU backend takes here."""
     from strata.cpu.gemv.table import best_tier
 
-    return {0: "portable", 256: "avx2", 512: "avx512"}[best_tier()]
+    return TIER_NAMES[best_tier()]
 
 
 def disk_of(path: str | Path) -> Disk | None:

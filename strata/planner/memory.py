@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from strata.arch import architecture_of
-from strata.base.errors import BadArgument
+from strata.base.errors import BadArgument, need
 from strata.base.geometry import CELL_ROWS, Geometry
 from strata.base.plan import Plan
 from strata.cpu.lower import Lowering, Memory
 from strata.cpu.weights import Weights
-from strata.pack.experts import expert_layout
+from strata.pack.experts import ExpertLayout, expert_layout
 from strata.pack.gguf_file import GgufFile
 from strata.pack.profile import read_profile
 from strata.pack.tensors import Tensors
 from strata.planner.calibrate import measure_costs, types_of
-from strata.planner.estimate import (
-    disk_reads,
-    estimate_cpu,
-    estimate_gpu,
-    residency,
+from strata.planner.draft import (
+    DRAFT_VOCABULARY,
+    MODEL,
+    STANDARD,
+    DraftTensor,
+    draft_source,
+    draft_tensors,
+    facts_of_tensors,
+    standard_tensors,
+    vocabulary_rows,
 )
+from strata.planner.estimate import disk_reads, estimate_cpu, estimate_gpu, residency
 from strata.planner.facts import ModelFacts, model_facts
 from strata.planner.machine import Gpu, Machine
+from strata.planner.missing import assume_table
 from strata.planner.needs import priced_programs
-from strata.planner.options import PlanOptions, make_options
+from strata.planner.options import DRAFTS, PlanOptions, make_options
 from strata.planner.pricing import Priced, draft_of, largest_context, price
 from strata.planner.rates import CpuCosts
 from strata.planner.remedies import remedies, slots_per_gib
@@ -196,22 +204,50 @@ def count_ops(g: Geometry) -> int:
     return sum(len(p.ops) for p in priced_programs(g)[:3])
 
 
-def read_facts(path: str | Path) -> ModelFacts:
+def read_facts(path: str | Path, draft: object = "off") -> ModelFacts:
     """Facts of a model from its headers; a truncated file with whole headers will do.
+
+    draft  which draft layer belongs to it: "off", "lookup" or None for none, "auto" for the one beside it if any, "mtp"
+           for that one or the standard form, or a path
 
     Raises FileError or ModelError naming what is wrong.
     """
     with GgufFile(path, headers_only=True) as gguf:
+        assumed = assume_table(gguf)
         arch = architecture_of(gguf)
         geometry = arch.read_geometry(gguf)
         arch.check_contract(gguf, geometry)
-        return model_facts(gguf, geometry, cpu_private_bytes(gguf, geometry))
+        facts = facts_of(gguf, geometry, draft_source(gguf, draft))
+    return facts if assumed is None else replace(facts, notes=(*facts.notes, assumed))
 
 
-def cpu_private_bytes(gguf: GgufFile, geometry: Geometry) -> int:
+def facts_of(gguf: GgufFile, geometry: Geometry, draft: Path | str | None = None) -> ModelFacts:
+    """Facts of an opened and checked file. draft: source of its draft layer, STANDARD for one that is not here."""
+    layout = expert_layout(gguf, geometry.L)
+    if draft is None:
+        return model_facts(gguf, geometry, cpu_private_bytes(gguf, geometry, layout))
+    head = gguf.info("output.weight")
+    if draft == STANDARD:
+        tensors, rows = standard_tensors(geometry, "Q2_0"), min(DRAFT_VOCABULARY, geometry.V)
+    else:
+        tensors, rows = draft_tensors(Path(draft), gguf, geometry), vocabulary_rows(Path(draft), geometry)
+    scored = DraftTensor("mtp.output.weight", (rows, geometry.D), head.format, MODEL)
+    held = {t.name: t for t in (*tensors, scored)}
+    private = cpu_private_bytes(gguf, geometry, layout, held, rows)
+    found = facts_of_tensors(geometry, tensors, head.row_bytes, rows, private, str(draft))
+    return model_facts(gguf, geometry, cpu_private_bytes(gguf, geometry, layout), found)
+
+
+def cpu_private_bytes(
+    gguf: GgufFile,
+    geometry: Geometry,
+    layout: ExpertLayout,
+    held: Mapping[str, DraftTensor] | None = None,
+    draft_rows: int = 0,
+) -> int:
     """Bytes that the CPU backend's ops ask for besides the programs' buffers: the same walk that the backend makes."""
-    programs = priced_programs(geometry)
-    memory, weights = Memory(programs, {}), Weights(Tensors(gguf), expert_layout(gguf, geometry.L))
+    programs = priced_programs(geometry, draft_rows)
+    memory, weights = Memory(programs, {}), Weights(Tensors(gguf, held), layout)
     for program in programs:
         Lowering(program, memory, weights, 0, 1, 0).run()
     return sum(memory.private_bytes.values())
@@ -221,12 +257,20 @@ def plan_file(path: str | Path, *, machine: Machine | None = None, measure: bool
     """Plan the load of a GGUF file (any shard) on `machine`, this one by default. Reads headers only.
 
     measure  time the CPU kernels of the file's types on this machine instead of taking listed rates
-    options  those of PlanOptions; `profile` may be the path of a profile file
+    options  those of PlanOptions; besides, `draft` may be what a load takes (a path, None, an object that drafts by
+             itself) and `profile` the path of a profile file
 
     Raises FileError or ModelError for a file that cannot be planned, BadArgument for options.
     """
-    facts = read_facts(path)
+    need(isinstance(path, str | Path), "path is no path", found=repr(path), needed="str or Path")
+    draft = options.get("draft", "off")
+    if draft is None or callable(getattr(draft, "propose", None)):
+        options = {**options, "draft": "off" if draft is None else "lookup"}
+    elif isinstance(draft, str | Path) and draft not in DRAFTS:
+        options = {**options, "draft": "auto"}
     profile = options.get("profile")
+    make_options(**{**options, "profile": None})
+    facts = read_facts(path, draft)
     if isinstance(profile, str | Path):
         options = {**options, "profile": read_profile(profile, facts.geometry.L, facts.geometry.E)}
     costs = measure_costs(types_of(facts)) if measure else None

@@ -6,6 +6,7 @@ written here until the ops say it themselves.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
 
@@ -51,6 +52,17 @@ DRAFT_QUEUE_ROWS = 64
 """Rows that may wait for the draft layer."""
 
 
+@dataclass(frozen=True)
+class SessionNeeds:
+    """What is held for conversations: sessions, checkpoints of each, whether drafts are also looked up in earlier text,
+    and the draft layer, if any."""
+
+    sessions: int
+    checkpoints: int
+    lookup: bool
+    draft: DraftFacts | None
+
+
 def _up(n_bytes: int) -> int:
     return -(-n_bytes // ALIGNMENT) * ALIGNMENT
 
@@ -62,7 +74,7 @@ def architecture(g: Geometry) -> ModuleType:
 
 @lru_cache(maxsize=16)
 def program_set(g: Geometry, draft_rows: int = 0) -> ProgramSet:
-    """Programs to price: their scratch depends neither on the context nor on the KV format, so both are the smallest."""
+    """Programs to price. Scratch depends neither on the context nor on the KV format, so both are the smallest."""
     return architecture(g).build_programs(g, CELL_ROWS, "f16", draft_rows)
 
 
@@ -240,11 +252,9 @@ def gpu_fixed_lines(m: ModelFacts, context: int, kv: str, sessions: int, draft: 
     return lines
 
 
-def host_lines(
-    m: ModelFacts, context: int, ngram_rows: int, sessions: int, checkpoints: int, lookup: bool, draft: DraftFacts | None
-) -> list[PlanLine]:
-    """RAM lines that both backends have. `lookup`: drafts are also looked up in earlier text."""
-    g = m.geometry
+def host_lines(m: ModelFacts, context: int, ngram_rows: int, s: SessionNeeds) -> list[PlanLine]:
+    """RAM lines that both backends have."""
+    g, sessions, checkpoints, draft = m.geometry, s.sessions, s.checkpoints, s.draft
     each = " a session" if sessions > 1 else ""
     lines = []
     if m.ngram_rows:
@@ -257,22 +267,23 @@ def host_lines(
     if checkpoints:
         n_bytes = sessions * state.checkpoint_bytes(g, checkpoints)
         lines.append(PlanLine("checkpoints", "ram", n_bytes, f"up to {checkpoints} recurrent states{each}"))
-    n_bytes = 4 * context + (LOOKUP_TOKEN_BYTES * min(context, LOOKUP_TOKENS) if lookup else 0)
+    n_bytes, reason = 4 * context, "token ids"
+    if s.lookup:
+        n_bytes += LOOKUP_TOKEN_BYTES * min(context, LOOKUP_TOKENS)
+        reason += "; index of earlier text"
     if draft is not None:
         n_bytes += (DRAFT_QUEUE_ROWS + 2 + checkpoints) * g.CD * 4
-    reason = "token ids" + ("; index of earlier text" if lookup else "") + ("; rows of the draft layer" if draft else "")
+        reason += "; rows that wait for the draft layer"
     lines.append(PlanLine("conversations", "ram", sessions * n_bytes, reason + each, kind="later"))
     return lines
 
 
-def gpu_host_lines(
-    m: ModelFacts, context: int, ngram_rows: int, sessions: int, checkpoints: int, lookup: bool, draft: DraftFacts | None
-) -> list[PlanLine]:
+def gpu_host_lines(m: ModelFacts, context: int, ngram_rows: int, s: SessionNeeds) -> list[PlanLine]:
     g = m.geometry
     rows = WINDOW_ROWS * EXCHANGE_DEPTH
     exchange = rows * (2 * g.D + g.D * 8 + (g.K + 1) * 12) + WINDOW_ROWS * g.V * 4
     return [
-        *host_lines(m, context, ngram_rows, sessions, checkpoints, lookup, draft),
+        *host_lines(m, context, ngram_rows, s),
         PlanLine("exchange", "ram", exchange, "pinned: rows for the CPU's experts, their results, full logits"),
     ]
 
@@ -287,18 +298,9 @@ def cpu_shared_bytes(g: Geometry, draft_rows: int = 0) -> int:
     return sum(widest.values())
 
 
-def cpu_lines(
-    m: ModelFacts,
-    context: int,
-    kv: str,
-    sessions: int,
-    ngram_rows: int,
-    checkpoints: int,
-    lookup: bool,
-    draft: DraftFacts | None,
-) -> list[PlanLine]:
+def cpu_lines(m: ModelFacts, context: int, kv: str, ngram_rows: int, s: SessionNeeds) -> list[PlanLine]:
     """RAM lines of the CPU backend besides the mapped weights."""
-    g = m.geometry
+    g, sessions, draft = m.geometry, s.sessions, s.draft
     cells = state.round_context(context)
     lines = []
     for line in session_lines(g, context, kv, sessions, "ram"):
@@ -306,9 +308,10 @@ def cpu_lines(
             more = line.n_bytes + state.recurrent_bytes(g)
             lines.append(PlanLine(line.line, "ram", more, line.reason + "; one copy for a chunk's way back"))
         elif line.line == "RoPE table":
-            tables = state.rope_table_bytes(g, cells) + m.vector_bytes + g.L * g.E * EXPERT_PLACE_BYTES
+            tables = state.rope_table_bytes(g, cells) + WINDOW_ROWS * g.C * 4
+            tables += m.vector_bytes + g.L * g.E * EXPERT_PLACE_BYTES
             if draft is not None:
-                tables += draft.vector_bytes + g.E * EXPERT_PLACE_BYTES + WINDOW_ROWS * g.C * 4
+                tables += draft.vector_bytes + g.E * EXPERT_PLACE_BYTES
             lines.append(
                 PlanLine(
                     "tables", "ram", tables, "angles of every position; small vectors in float32; places of experts"
@@ -318,10 +321,11 @@ def cpu_lines(
             lines.append(line)
     window = cpu_shared_bytes(g, draft.vocabulary if draft else 0)
     window += draft.private_bytes if draft else m.cpu_private_bytes
+    widest = f"windows of up to {WINDOW_ROWS} rows, prefill chunks of {CELL_ROWS}"
     return [
         *lines,
         *(draft_lines(g, draft, context, kv, sessions, "ram") if draft else []),
-        *host_lines(m, context, ngram_rows, sessions, checkpoints, lookup, draft),
-        PlanLine("window scratch", "ram", window, f"windows of up to {WINDOW_ROWS} rows, prefill chunks of {CELL_ROWS}"),
+        *host_lines(m, context, ngram_rows, s),
+        PlanLine("window scratch", "ram", window, widest),
         PlanLine("logits", "ram", WINDOW_ROWS * g.V * 4, f"{WINDOW_ROWS} rows"),
     ]

@@ -11,6 +11,7 @@ from strata.pack.profile import ExpertProfile
 from strata.planner.state_bytes import kv_format
 
 EXPERT_MODES = ("auto", "mapped", "pinned", "resident")
+DRAFTS = ("off", "lookup", "auto", "mtp")
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,10 @@ class PlanOptions:
                  does not hold), "auto" (the fastest that fits)
     slots        experts held in VRAM: None = what fits, 0 = none, else exactly so many
     prefill      "auto", "windows" (no chunk buffers) or rows of a chunk (a multiple of 256)
-    draft        "off", "auto" (when the file or folder has one) or "mtp" (priced in its standard form if need be)
-    draft_vocabulary   head rows that drafts are scored on; None = the usual subset
-    checkpoints  recurrent states kept in RAM for reuse of prefixes
+    draft        "off", "lookup" (in earlier text alone), "auto" (with the draft layer, when the file or folder has one)
+                 or "mtp" (priced in its standard form if need be)
+    draft_vocabulary   head rows that drafts are scored on; None = as the draft layer's files say, else the usual subset
+    checkpoints  recurrent states a session keeps in RAM for reuse of prefixes
     ngram_cache_rows   rows of the n-gram row cache; None = 65,536 on the CPU, 1,048,576 beside a GPU
     reserve_mib  VRAM left free; None = 700, less on small cards
     hit_rate     share of routed experts found in VRAM, when it is known; None = from profile or uniform
@@ -55,14 +57,17 @@ class PlanOptions:
     ram_gib: float | None = None
 
     def __post_init__(self) -> None:
-        need(self.context is None or self.context > 0, "context must be positive", found=self.context)
-        need(self.sessions >= 1, "sessions must be at least 1", found=self.sessions)
+        _whole("context", self.context, 1)
+        _whole("sessions", self.sessions, 1, optional=False)
+        _whole("checkpoints", self.checkpoints, 0, optional=False)
+        for name, least in (("slots", 0), ("ngram_cache_rows", 0), ("threads", 1), ("draft_vocabulary", 1)):
+            _whole(name, getattr(self, name), least)
         kv_format(self.kv, 1)
-        ok = self.device in ("auto", "cpu") or (self.device.startswith("cuda:") and self.device[5:].isdigit())
+        device = self.device if isinstance(self.device, str) else ""
+        ok = device in ("auto", "cpu") or (device.startswith("cuda:") and device[5:].isdigit())
         need(ok, f"unknown device {self.device!r}", needed="auto, cpu or cuda:N")
         need(self.experts in EXPERT_MODES, f"unknown expert mode {self.experts!r}", needed=" or ".join(EXPERT_MODES))
-        need(self.draft in ("off", "auto", "mtp"), f"unknown draft {self.draft!r}", needed="off, auto or mtp")
-        need(self.slots is None or self.slots >= 0, "slots must not be negative", found=self.slots)
+        need(self.draft in DRAFTS, f"unknown draft {self.draft!r}", needed=" or ".join(DRAFTS))
         chunk = self.prefill
         whole = isinstance(chunk, int) and not isinstance(chunk, bool) and chunk > 0 and chunk % CELL_ROWS == 0
         need(
@@ -70,23 +75,21 @@ class PlanOptions:
             "prefill must be auto, windows or a multiple of 256 rows",
             found=chunk,
         )
-        need(self.checkpoints >= 0, "checkpoints must not be negative", found=self.checkpoints)
-        need(
-            self.ngram_cache_rows is None or self.ngram_cache_rows >= 0, "ngram_cache_rows", found=self.ngram_cache_rows
-        )
-        need(
-            self.reserve_mib is None or self.reserve_mib >= 0,
-            "reserve_mib must not be negative",
-            found=self.reserve_mib,
-        )
-        need(self.hit_rate is None or 0 <= self.hit_rate <= 1, "hit_rate must lie in [0, 1]", found=self.hit_rate)
-        need(self.threads is None or self.threads >= 1, "threads must be at least 1", found=self.threads)
-        need(
-            self.draft_vocabulary is None or self.draft_vocabulary >= 1, "draft_vocabulary", found=self.draft_vocabulary
-        )
+        _number("reserve_mib", self.reserve_mib, 0.0)
+        _number("hit_rate", self.hit_rate, 0.0, 1.0)
         for name in ("vram_gib", "ram_gib"):
-            value = getattr(self, name)
-            need(value is None or value > 0, f"{name} must be positive", found=value)
+            _number(name, getattr(self, name), 1 / 1024)
+
+
+def _whole(name: str, value: object, least: int, optional: bool = True) -> None:
+    good = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    need(good or (optional and value is None), f"{name} is out of range", found=repr(value),
+         needed=f"an integer >= {least}")  # fmt: skip
+
+
+def _number(name: str, value: object, least: float, most: float = 1e9) -> None:
+    good = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+    need(good or value is None, f"{name} is out of range", found=repr(value), needed=f"a number in {least:g}..{most:g}")
 
 
 def make_options(**given: object) -> PlanOptions:

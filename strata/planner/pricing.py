@@ -13,7 +13,7 @@ from strata.planner.facts import ModelFacts
 from strata.planner.machine import Gpu, Machine
 from strata.planner.options import PlanOptions
 from strata.planner.slots import Allotment, admission_queue, slot_sizes
-from strata.planner.state_bytes import kv_format, round_context
+from strata.planner.state_bytes import F16_CONTEXT, kv_format, round_context
 
 FLOOR_BYTES, FLOOR_SHARE, FREE_SHARE = 2560 * MIB, 8, 4
 """RAM left to the system and to Python: 2.5 GiB, on small machines an eighth of all, on busy ones a quarter of what is
@@ -97,6 +97,7 @@ def _sums(lines: list[PlanLine]) -> str:
         ("dense weights", of("weights", "LM head")),
         ("sessions", of("KV cache", "pooled", "recurrent", "RoPE", "tables", "checkpoints", "conversations")),
         ("draft layer and head", of("draft")),
+        ("left to the system", of("system floor")),
     )
     return ", ".join(f"{name} {mib:,.0f} MiB" for name, mib in parts if mib)
 
@@ -138,8 +139,8 @@ def price_gpu(m: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, context
             )
         )
     ngram_rows = _ngram_rows(o, NGRAM_ROWS_GPU)
-    host = needs.gpu_host_lines(m, context, ngram_rows, o.sessions, o.checkpoints, o.draft != "off", draft)
-    ram = _ram_beside_gpu(m, machine, o, host, cache.allotment)
+    held = needs.SessionNeeds(o.sessions, o.checkpoints, o.draft != "off", draft)
+    ram = _ram_beside_gpu(m, machine, o, needs.gpu_host_lines(m, context, ngram_rows, held), cache.allotment)
     return Priced(
         context=context,
         kv=kv,
@@ -233,7 +234,8 @@ def price_cpu(m: ModelFacts, machine: Machine, o: PlanOptions, context: int) -> 
     floor = ram_floor_bytes(machine, free)
     ngram_rows = _ngram_rows(o, NGRAM_ROWS_CPU)
     draft = draft_of(m, o)
-    other = needs.cpu_lines(m, context, kv, o.sessions, ngram_rows, o.checkpoints, o.draft != "off", draft)
+    sessions = needs.SessionNeeds(o.sessions, o.checkpoints, o.draft != "off", draft)
+    other = needs.cpu_lines(m, context, kv, ngram_rows, sessions)
     other.append(PlanLine("system floor", "ram", floor, "left to the system and Python", kind="reserve"))
     taken = sum(line.held_bytes for line in other)
     every_token = m.dense_bytes + (draft.in_model_bytes if draft else 0)
@@ -290,8 +292,6 @@ def largest_context(m: ModelFacts, machine: Machine, gpu: Gpu | None, o: PlanOpt
 
     With kv="auto" the format changes on the way, so the two ranges are searched one after the other, the longer first.
     """
-    from strata.planner.state_bytes import F16_CONTEXT
-
     top = round_context(m.geometry.trained_context) // 256
     ranges = [(1, top)]
     if o.kv == "auto" and top > F16_CONTEXT // 256:

@@ -10,6 +10,7 @@ from strata.planner.facts import ModelFacts
 from strata.planner.machine import Gpu, Machine
 from strata.planner.options import PlanOptions
 from strata.planner.pricing import Priced, fits_at, largest_context, price
+from strata.planner.state_bytes import KV_GROUP
 
 MOST_REMEDIES = 3
 
@@ -22,7 +23,7 @@ def _changes(
         yield "slots=None (as many as fit)", replace(o, slots=None), context
     if o.experts not in ("auto", "mapped"):
         yield 'experts="auto"', replace(o, experts="auto"), context
-    if kv == "f16" and context > 256:
+    if kv == "f16" and context > 256 and m.geometry.dh % KV_GROUP == 0:
         yield 'kv="int8" (half the KV cache)', replace(o, kv="int8"), context
     if o.checkpoints > 1:
         yield "checkpoints=1", replace(o, checkpoints=1), context

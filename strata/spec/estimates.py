@@ -62,7 +62,7 @@ class Costs:
             mean = ms
         else:
             age = round_index - self.last[T]
-            step = max(0.1, 1.0 / (n + 1), min(0.5, age / 200.0))
+            step = max(0.1, 1.0 / (n + 1), min(0.3, age / 400.0))
             before, mean = mean, mean + step * (min(ms, 2.0 * mean) - mean)
             if n >= 8:  # what slows one size (a longer context, a busier machine) slows the others
                 moved = 1.0 + COMMON * (mean / before - 1.0)

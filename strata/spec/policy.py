@@ -137,7 +137,7 @@ class DraftPolicy:
 
     def _extra(self, T: int) -> float:
         """Tokens that T - 1 more rows must bring to be worth their milliseconds."""
-        return self._per_ms * (self._costs.table[T] - self._costs.table[1])
+        return self._per_ms * max(0.0, self._costs.table[T] - self._costs.table[1])
 
     def _looked_up(self, rates: LookupRates, n: int, match_length: int, before: int, reach: float):
         """(value, length) of the best looked-up tail of at most n tokens behind `before` drafts reached by `reach`."""
@@ -255,8 +255,15 @@ class DraftPolicy:
             if self._round - self._drafter_last >= max(2.0, pause) and loss <= self._budget_ms:
                 self._probe_rows, self._probe_kind = 2, "probe of the drafter"
                 return Choice(1, 0, self._probe_kind)
-        T = 1 + self._round % WINDOW_ROWS  # one size is considered a round
-        if T == rows or rows == 1 or T > self._limit + 1 or self._round - self._costs.last[T] < self._pause[T]:
+        if rows == 1:
+            return None
+        age, loss = self._round - self._costs.last[1], table[1] - 1.0 / per_ms
+        # one row is what drafting is measured against: where that is close, it is measured often
+        if age >= max(4.0, min(self._pause[1], loss / (2 * CHEAP_SHARE * table[1]))) and loss <= self._budget_ms:
+            self._probe_rows, self._probe_kind = 1, "probe of one row"
+            return Choice(0, 0, self._probe_kind)
+        T = 2 + self._round % (WINDOW_ROWS - 1)  # one other size is considered a round
+        if T == rows or T > self._limit + 1 or self._round - self._costs.last[T] < self._pause[T]:
             return None
         if choice.n_lookup and T - 1 > facts.lookup_tokens:
             return None
@@ -267,7 +274,7 @@ class DraftPolicy:
         drafting = 0.0 if choice.n_lookup else self.draft_ms * (T - 1)
         loss = table[T] + drafting - tokens / per_ms
         hopeful = tokens / per_ms > (0.75 if self._costs.n[T] > 2 else 0.5) * table[T] + drafting
-        if loss > self._budget_ms or not (hopeful or T == 1):
+        if loss > self._budget_ms or not hopeful:
             return None
         self._probe_rows, self._probe_kind = T, f"probe of {T} rows"
         return Choice(0, T - 1, self._probe_kind) if choice.n_lookup else Choice(T - 1, 0, self._probe_kind)
@@ -284,8 +291,8 @@ class DraftPolicy:
              found=len(outcome.committed), needed=f"1..{T}")  # fmt: skip
         spent, n_tokens = ms + draft_ms, len(outcome.committed)
         self._costs.observe(T, ms, self._round)
-        self._recent_tokens = 0.97 * self._recent_tokens + n_tokens
-        self._recent_ms = 0.97 * self._recent_ms + spent
+        self._recent_tokens = 0.93 * self._recent_tokens + n_tokens
+        self._recent_ms = 0.93 * self._recent_ms + spent
         self.total_ms += spent
         one_row = self._costs.table[1]
         earned = PROBE_SHARE * spent if self._round > 1 else one_row  # the first probe need not wait

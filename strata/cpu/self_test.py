@@ -1,0 +1,117 @@
+"""Load-time self-test: every compiled product kernel against the numpy arithmetic, before a file's weights meet it.
+
+A compiler or processor that does not keep to the arithmetic would change answers silently. Two rows of random blocks,
+with scales that reach into subnormal products, cost about a millisecond a format.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from strata.base import arithmetic
+from strata.base.errors import SelfTestFailed
+from strata.cpu.compiled import CFunction, c_function
+from strata.cpu.gemv.table import MOST_ROWS, kernel, layout_of
+from strata.cpu.machine_code import call6, call7, exact_floats, i64_view, set_float_control
+from strata.pack import lanes
+from strata.pack.formats import BlockFormat
+
+ROWS, VALUES = 2, 512
+F16_OFFSETS = {
+    "Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+    "MXFP4": (), "NVFP4": (), "IQ1_M": (),
+}  # fmt: skip
+"""Where a block holds its float16 scales; other block formats have one at 0."""
+
+
+@c_function(1)
+def _call7(a):
+    """Call a kernel with subnormals on. Record: function and its seven arguments."""
+    p = i64_view(a, 8)
+    before = exact_floats()
+    call7(p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7])
+    set_float_control(before)
+
+
+@c_function(1)
+def _call6(a):
+    p = i64_view(a, 7)
+    before = exact_floats()
+    call6(p[0], p[1], p[2], p[3], p[4], p[5], p[6])
+    set_float_control(before)
+
+
+def _call(caller: CFunction, *words: int) -> None:
+    record = np.array(words, np.int64)
+    caller(record.ctypes.data)
+
+
+def random_blocks(format: BlockFormat, rng: np.random.Generator) -> np.ndarray:
+    """(ROWS, row_bytes) uint8: random blocks; row 0 with usual scales, row 1 with the smallest subnormal ones."""
+    if format.activation == "float":
+        values = rng.standard_normal((ROWS, VALUES)).astype(np.float32)
+        values[1] *= np.float32(2.0**-126) if format.name != "F16" else np.float32(2.0**-20)
+        if format.name == "F32":
+            return values.view(np.uint8)
+        if format.name == "F16":
+            return values.astype(np.float16).view(np.uint8)
+        return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    blocks = VALUES // format.block_values
+    raw = rng.integers(0, 256, (ROWS, blocks, format.block_bytes), dtype=np.uint8)
+    scales = (rng.random((ROWS, blocks)) * 0.01 + 0.001).astype(np.float16)
+    scales[1] = np.float16(6e-8)
+    for at in F16_OFFSETS.get(format.name, (0,)):
+        raw[..., at : at + 2] = scales[..., None].view(np.uint8)
+    if format.name == "MXFP4":
+        raw[0, :, 0], raw[1, :, 0] = 120, rng.integers(0, 2, blocks)
+    if format.name == "NVFP4":
+        raw[..., :4] &= 0x7F
+    if format.name == "IQ1_M":  # the scale's exponent lies in the top nibbles of bytes 51, 53 and 55
+        raw[..., 55] &= 0x3F
+    return raw.reshape(ROWS, -1)
+
+
+def check_format(format: BlockFormat, tier: int | None = None) -> None:
+    """Raise SelfTestFailed, naming format, rows and tier, unless its kernels for 1..4 rows give the canonical bits."""
+    rng = np.random.default_rng(format.ggml_id)
+    raw = random_blocks(format, rng)
+    x = rng.standard_normal((MOST_ROWS, VALUES)).astype(np.float32)
+    x[1] *= np.float32(2.0**-60)
+    x[2, ::7] = 0
+    layout = layout_of(format, tier)
+    if layout.group:
+        wanted = np.stack([_product(format, raw, row, layout.group) for row in x])
+    else:
+        wanted = np.stack([arithmetic.dot_float(format.dequantise(raw), row) for row in x])
+    for R in range(1, MOST_ROWS + 1):
+        found = _run(format, raw, x[:R], tier)
+        same = (found.view(np.uint32) == wanted[:R].view(np.uint32)) | (np.isnan(found) & np.isnan(wanted[:R]))
+        if not same.all():
+            row, column = (int(i) for i in np.argwhere(~same)[0])
+            raise SelfTestFailed(
+                f"the {format.name} kernel for {R} rows (tier {tier}) does not compute the canonical arithmetic",
+                found=f"{found[row, column]!r} at activation row {row}, weight row {column}",
+                needed=repr(wanted[row, column]),
+                advice="Set STRATA_CPU_TIER to a lower tier and report this machine.",
+            )
+
+
+def _product(format: BlockFormat, raw: np.ndarray, x: np.ndarray, group: int) -> np.ndarray:
+    codes, scales, _ = arithmetic.quantise(x, group)
+    return lanes.gemv(format, raw, codes, scales)
+
+
+def _run(format: BlockFormat, raw: np.ndarray, x: np.ndarray, tier: int | None) -> np.ndarray:
+    layout, R = layout_of(format, tier), len(x)
+    x = np.ascontiguousarray(x)
+    records = x
+    if layout.group:
+        n = layout.record_bytes(VALUES)
+        area = np.zeros(R * n + 64, np.uint8)
+        records = area[-area.ctypes.data % 64 :]
+        bad = np.zeros(1, np.int64)
+        _call(_call6, layout.quantise_address, x.ctypes.data, VALUES, R, 4 * VALUES, records.ctypes.data, bad.ctypes.data)
+    out = np.zeros((R, ROWS), np.float32)
+    _call(_call7, kernel(format, R, tier), raw.ctypes.data, raw.shape[1], ROWS, records.ctypes.data, VALUES,
+          out.ctypes.data, 4 * ROWS)  # fmt: skip
+    return out
