@@ -25,7 +25,9 @@ from strata.base.errors import (
 )
 
 if TYPE_CHECKING:
+    from strata.base.plan import Plan
     from strata.model import Model, Score, load
+    from strata.planning import plan
     from strata.records import ChatResult, Chunk, Result, Timings, TokenLogprob, Usage
     from strata.runtime.checkpoints import Checkpoint
     from strata.runtime.sampling import SamplingParams
@@ -48,6 +50,7 @@ __all__ = [
     "Model",
     "ModelError",
     "NotFinite",
+    "Plan",
     "Result",
     "SamplingParams",
     "Score",
@@ -61,10 +64,13 @@ __all__ = [
     "Usage",
     "__version__",
     "load",
+    "plan",
 ]
 
 _HOMES = {
+    "strata.base.plan": ("Plan",),
     "strata.model": ("Model", "Score", "load"),
+    "strata.planning": ("plan",),
     "strata.records": ("ChatResult", "Chunk", "Result", "Timings", "TokenLogprob", "Usage"),
     "strata.runtime.checkpoints": ("Checkpoint",),
     "strata.runtime.sampling": ("SamplingParams",),

@@ -81,7 +81,7 @@ def find_draft_layer(gguf: GgufFile, draft: Any) -> Path | None:
 def plan_load(gguf: GgufFile, g: Geometry, o: LoadOptions, source: Path | None) -> Plan:
     """The plan that this load executes, on this machine. Its notes are logged.
 
-    DoesNotFit with found, needed and remedies for what does not fit; BadArgument for options that the model cannot have.
+    DoesNotFit with found, needed and remedies for what does not fit, BadArgument for what the model cannot have.
     """
     machine = Machine.here(gguf.path)
     if machine.gpus:

@@ -263,7 +263,7 @@ class Model:
     def stats(self) -> dict[str, Any]:
         """Facts about the model and counters of the backend, as plain numbers and strings."""
         self._need_open()
-        b = self._backend
+        b, compared = self._backend, self.plan.compared(self.taken)
         return {
             "architecture": self.geometry.architecture,
             "file": str(self._gguf.path),
@@ -274,18 +274,18 @@ class Model:
             "sessions": self.sessions,
             "sessions_free": len(self._free),
             "load_seconds": round(self.load_seconds, 3),
-            "memory_bytes": {line: taken for line, _, taken in self.plan.compared(self.taken)},
+            "memory_bytes": {line: taken for (line, _), (_, taken) in compared.items()},
             "plan": {
                 "verdict": self.plan.verdict,
                 "lines": {
-                    line: {"planned_bytes": planned, "taken_bytes": taken}
-                    for line, planned, taken in self.plan.compared(self.taken)
+                    line: {"device": device, "planned_bytes": planned, "taken_bytes": taken}
+                    for (line, device), (planned, taken) in compared.items()
                 },
                 "mismatches": [str(m) for m in self.mismatches],
                 "notes": list(self.plan.notes),
             },
             "pool": b.pool.stats(),
-            "ngram": vars(b.ngram.stats) if b.ngram else None,
+            "ngram": dict(vars(b.ngram.stats)) if b.ngram else None,
         }
 
     @property

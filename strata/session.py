@@ -195,7 +195,7 @@ class Session:
         self._closed = True
         stream = self._stream() if self._stream is not None else None
         if stream is not None:
-            stream.abort(Closed("the session was closed while it answered", advice="Use model.session() for a new one."))
+            stream.abort(Closed("the session was closed while it answered", advice="Use a new session."))
         if self._lock.acquire(blocking=False):
             self._leave()
 

@@ -201,9 +201,11 @@ CHAINS = {
     "all": {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
     "repetition": {"temperature": 1.0, "repetition_penalty": 1.4},
     "greedy repetition": {"repetition_penalty": 1.3, "penalty_last_n": 16},
-    "presence and frequency": {"temperature": 0.7, "presence_penalty": 0.6, "frequency_penalty": 0.3, "penalty_last_n": 20},
+    "presence and frequency": {"temperature": 0.7, "presence_penalty": 0.6, "frequency_penalty": 0.3,
+                               "penalty_last_n": 20},
     "everything": {"temperature": 0.9, "top_k": 80, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1,
-                   "presence_penalty": -0.2, "frequency_penalty": 0.1, "logit_bias": {3: 4.0, 7: -float("inf"), 9: -2.0}},
+                   "presence_penalty": -0.2, "frequency_penalty": 0.1,
+                   "logit_bias": {3: 4.0, 7: -float("inf"), 9: -2.0}},
 }  # fmt: skip
 
 
@@ -279,8 +281,8 @@ def test_a_seed_repeats_an_answer(folder, random_model):
 
 
 def test_logprobs_are_those_of_the_unmodified_logits(random_model):
-    answer = random_model.generate(PROMPT, max_tokens=12, ignore_eos=True, temperature=1.5, seed=5, top_k=150,
-                                   repetition_penalty=1.3, logit_bias={4: 3.0}, logprobs=True, top_logprobs=7)  # fmt: skip
+    changed = {"temperature": 1.5, "seed": 5, "top_k": 150, "repetition_penalty": 1.3, "logit_bias": {4: 3.0}}
+    answer = random_model.generate(PROMPT, max_tokens=12, ignore_eos=True, logprobs=True, top_logprobs=7, **changed)
     rows = random_model.logits(np.concatenate([PROMPT, answer.tokens]))[len(PROMPT) - 1 :].astype(np.float64)
     log_p = rows - np.log(np.exp(rows - rows.max(1, keepdims=True)).sum(1, keepdims=True)) - rows.max(1, keepdims=True)
     assert len(answer.logprobs) == 12

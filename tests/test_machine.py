@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from strata.base.errors import BadArgument
 from strata.cli import doctor as doctor_cli
+from strata.cpu import tiers
 from strata.planner import health, machine, probes
 from strata.planner.cards import GIB, card_by_name, find_card, known_cards, link_gbps
 from strata.planner.machine import Machine
@@ -105,13 +106,26 @@ def test_here_reads_plausible_facts_without_cupy():
     assert m.gpus or m.gpu_problem
 
 
-def test_cpu_tier_follows_the_features_numba_compiles_for(monkeypatch):
-    monkeypatch.setenv("NUMBA_CPU_FEATURES", "+avx,+avx2,+fma,+f16c")
-    assert machine.cpu_tier() == "avx2"
-    monkeypatch.setenv("NUMBA_CPU_FEATURES", "+sse2,-avx2")
-    assert machine.cpu_tier() == "portable"
-    monkeypatch.setenv("NUMBA_CPU_FEATURES", ",".join("+" + f for f in machine.TIER_512 | machine.TIER_256))
-    assert machine.cpu_tier() == "avx512"
+@pytest.mark.parametrize(
+    ("features", "tier"),
+    [
+        ({"avx", "avx2", "fma", "f16c"}, "avx2"),
+        ({"sse2"}, "portable"),
+        ({"avx2", "fma", "f16c", "avx512f", "avx512bw"}, "avx2"),
+        (None, "avx512"),
+    ],
+)
+def test_cpu_tier_is_that_of_the_kernels_rule(monkeypatch, features, tier):
+    if features is None:
+        features = tiers._NEEDS[512]
+    monkeypatch.setattr(tiers, "target_features", lambda: frozenset(features))
+    assert machine.cpu_tier() == tier
+    assert machine.TIERS == tuple(machine.TIER_NAMES[t] for t in tiers.TIERS)
+
+
+def test_kernel_tier_is_the_one_that_is_asked_for(monkeypatch):
+    monkeypatch.setenv(tiers.VARIABLE, "0")
+    assert machine.kernel_tier() == "portable" and machine.cpu_tier() in machine.TIERS
 
 
 # ---- control groups

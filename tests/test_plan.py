@@ -12,7 +12,8 @@ from strata.arch.flash_next import session_buffers
 from strata.base.errors import BadArgument, DoesNotFit
 from strata.base.plan import DOES_NOT_FIT, FITS, MIB, NEEDS_DISK, Plan
 from strata.planner import cache_size, estimate, needs, rates, state_bytes
-from strata.planner.facts import classify, draft_facts
+from strata.planner.draft import standard_facts
+from strata.planner.facts import classify
 from strata.planner.machine import Machine
 from strata.planner.memory import plan, read_facts
 from tests.header_maker import RELEASES, make_release
@@ -230,10 +231,13 @@ def test_slot_differences_match_the_published_ones(facts):
 
 
 def test_draft_layer_in_its_standard_form_has_the_published_size(facts):
-    d = draft_facts(facts["Q2_0"].geometry, head_row_bytes=1360)
-    assert d.dense_bytes / MIB == pytest.approx(111, rel=0.01)
+    g = facts["Q2_0"].geometry
+    d = standard_facts(g, head_row_bytes=1360)
+    indexer = (g.indexer_heads + 1) * g.indexer_dim * g.D // 32 * 34  # in the published files, and not read
+    assert (d.dense_bytes + indexer) / MIB == pytest.approx(111, rel=0.01)
     assert d.experts_bytes == 707_788_800
     assert d.head_bytes / MIB == pytest.approx(138, rel=0.01)
+    assert d.memory_bytes + d.mapped_bytes == d.dense_bytes + d.experts_bytes
 
 
 # ---- choices
@@ -351,6 +355,11 @@ def test_threads_leave_a_core_beside_a_gpu(facts):
         {"vram_gib": 0},
         {"reserve_mib": -1},
         {"checkpoints": -1},
+        {"context": "4k"},
+        {"context": True},
+        {"threads": 2.0},
+        {"ram_gib": "16"},
+        {"device": 0},
     ],
 )
 def test_options_out_of_range_are_refused(facts, bad):

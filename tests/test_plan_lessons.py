@@ -113,6 +113,7 @@ def test_everything_that_is_allocated_later_is_priced(facts):
         "RoPE table",
         "reserve",
         "checkpoints",
+        "conversations",
         "n-gram cache",
         "exchange",
         "system floor",

@@ -53,7 +53,7 @@ def logits(session: SessionState, window: np.ndarray) -> np.ndarray:
     return session.backend.head(0, len(window), FULL).full.copy()
 
 
-SHORT = settings(max_examples=12)
+SHORT = settings(max_examples=8)
 
 
 @SHORT
@@ -110,7 +110,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(actions=ACTIONS, seed=st.integers(0, 99))
 def test_any_history_leaves_the_state_of_its_tokens(model, actions, seed):
     """Windows tried and dropped, checkpoints, reuse: afterwards the state is what reading its tokens afresh gives."""

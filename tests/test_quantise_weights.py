@@ -118,7 +118,7 @@ def test_f32_is_itself_and_axes_become_rows():
 def test_values_that_are_not_finite_are_refused(format_name, bad):
     x = np.zeros((2, 64), f32)
     x[1, 5] = bad
-    with pytest.raises(ModelError, match="^here holds a non-finite value; found index 69"):
+    with pytest.raises(ModelError, match=r"^here holds a non-finite value; found index 69"):
         quantise_weights(x, format_name, "here")
 
 

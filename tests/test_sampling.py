@@ -1,4 +1,4 @@
-"""The sampling chain against plain numpy, draws against distributions, ranges, acceptance."""
+"""The sampling chain against plain numpy, draws against distributions, ranges."""
 
 import math
 from dataclasses import replace
@@ -14,12 +14,10 @@ from strata.base.window import CANDIDATES, HeadRequest
 from strata.cpu import head_rows
 from strata.cpu.head_rows import log_sum_exp, summarise
 from strata.runtime import chain, rng
-from strata.runtime.rng import ACCEPT, DRAFT, RESIDUAL, uniform, uniforms
+from strata.runtime.rng import DRAFT, uniform
 from strata.runtime.sampling import (
     Candidates,
     SamplingParams,
-    accept_exact,
-    accept_rejection,
     distribution,
     row_distribution,
     sample,
@@ -323,74 +321,3 @@ def test_edges_of_ranges_are_taken():
               {"penalty_last_n": 0}, {"seed": 0}, {"seed": 2**64 - 1}, {"logprobs": True, "top_logprobs": 20},
               {"logit_bias": {0: -math.inf, 99: -100}}, {"top_k": np.int64(4), "top_p": np.float32(0.5)}):  # fmt: skip
         SamplingParams(**p).validate(100)
-
-
-# ---- acceptance --------------------------------------------------------------------------------------------------
-
-
-def test_accept_exact():
-    target = [5, 6, 7, 8]
-    asked = []
-
-    def draw(t):
-        asked.append(t)
-        return target[t]
-
-    assert accept_exact([5, 6, 7], draw) == [5, 6, 7, 8]
-    assert accept_exact([5, 9, 7], draw) == [5, 6]
-    assert accept_exact([], draw) == [5]
-    assert asked == [0, 1, 2, 3, 0, 1, 0]
-
-
-P_IDS, P = np.array([7, 2, 9, 4, 1, 8], np.int32), np.array([0.35, 0.25, 0.2, 0.1, 0.06, 0.04])
-Q_IDS, Q = np.array([2, 3, 7, 9], np.int32), np.array([0.5, 0.2, 0.2, 0.1])
-N = 60_000
-
-
-def rejection_counts(rule, drafts, q_ids, q_probs):
-    """How often each of P_IDS comes out of a rule for the given drafts."""
-    positions = np.arange(N)
-    accept, residual = uniforms(3, positions, ACCEPT), uniforms(3, positions, RESIDUAL)
-    tokens = [rule(P_IDS, P, d, q_ids, q_probs, a, r)[1] for d, a, r in zip(drafts, accept, residual, strict=True)]
-    counts = np.array([tokens.count(i) for i in P_IDS])
-    # a token outside p shows as an impossible statistic
-    return math.inf if counts.sum() != N else chi_square(counts, P)
-
-
-def q_drafts():
-    return Q_IDS[np.searchsorted(np.cumsum(Q), uniforms(3, np.arange(N), DRAFT), side="right")].tolist()
-
-
-def test_rejection_keeps_the_distribution():
-    assert rejection_counts(accept_rejection, q_drafts(), Q_IDS, Q) < CHI_999[5]
-
-
-@pytest.mark.parametrize("draft", [2, 8, 3])
-def test_point_mass_keeps_the_distribution(draft):
-    assert rejection_counts(accept_rejection, [draft] * N, None, None) < CHI_999[5]
-
-
-def test_wrong_rules_are_seen():
-    def residual_is_p(p_ids, p, draft, q_ids, q, u_accept, u_residual):
-        accepted, token = accept_rejection(p_ids, p, draft, q_ids, q, u_accept, u_residual)
-        return (True, token) if accepted else (False, int(p_ids[np.searchsorted(np.cumsum(p), u_residual)]))
-
-    def no_list_means_zero(p_ids, p, draft, q_ids, q, u_accept, u_residual):
-        inside = bool((p_ids == draft).any())
-        return accept_rejection(p_ids, p, draft, q_ids, q, 0.0 if inside else u_accept, u_residual)
-
-    assert rejection_counts(residual_is_p, q_drafts(), Q_IDS, Q) > CHI_999[5]
-    assert rejection_counts(no_list_means_zero, [2] * N, None, None) > CHI_999[5]
-
-
-def test_rejection_edges():
-    # a draft that p excludes is refused whatever the uniform, the same distribution is always accepted
-    assert accept_rejection(P_IDS, P, 3, Q_IDS, Q, 0.0, 0.0) == (False, 7)
-    assert accept_rejection(P_IDS, P, 3, None, None, 0.0, 1 - 2**-53) == (False, 8)
-    for u in (0.0, 1 - 2**-53):
-        assert accept_rejection(P_IDS, P, 9, P_IDS, P, u, 0.5) == (True, 9)
-    assert accept_rejection(P_IDS[:1], np.ones(1), 7, None, None, 1 - 2**-53, 0.5) == (True, 7)
-    # rejected tokens never come back
-    assert accept_rejection(P_IDS, P, 2, Q_IDS, Q, 0.9, 0.0) == (False, 7)
-    with pytest.raises(BadArgument, match="own distribution"):
-        accept_rejection(P_IDS, P, 1, Q_IDS, Q, 0.5, 0.5)

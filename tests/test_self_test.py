@@ -9,7 +9,7 @@ import pytest
 
 from strata.base.errors import SelfTestFailed
 from strata.cpu import self_test
-from strata.cpu.gemv import table
+from strata.cpu.gemv import floats, portable, table
 from strata.pack.formats import FORMATS, by_name
 
 PRODUCTS = [f.name for f in FORMATS.values() if f.activation != "none"]
@@ -47,3 +47,16 @@ def test_it_is_fast(tiny_path):
     for name in PRODUCTS:
         self_test.check_format(by_name(name), 0)
     assert time.thread_time() - began < 1.0
+
+
+def test_factories_name_their_functions():
+    """Compiled code finds helpers by name: two functions of one factory under one name take each other's place when
+    both come from disk (seen: products with another format's unpacker)."""
+    names = {}
+    for module in (portable, floats):
+        for variable, value in vars(module).items():
+            if variable.startswith("_rows_"):
+                names.setdefault(value.py_func.__qualname__, []).append(variable)
+    assert len(names) >= 25 and all(len(v) == 1 for v in names.values()), names
+    kernels = [table.kernel_function(by_name(n), R, t) for n in PRODUCTS for R in (1, 4) for t in table.TIERS]
+    assert len({(k.__module__, k.py_func.__qualname__) for k in kernels}) == len(set(map(id, kernels)))

@@ -40,9 +40,9 @@ def small(**changes: Any) -> Geometry:
     return Geometry(**values | changes)
 
 
-def ngram(layer: int = 1, heads_per_order: int = 2, row_width: int = 32, taps: int = 4, rows: int = 97) -> NgramGeometry:
+def ngram(layer: int = 1, heads_per_order: int = 2, row_width: int = 32, taps: int = 4) -> NgramGeometry:
     heads = 2 * heads_per_order
-    moduli = tuple(rows + i for i in range(heads))
+    moduli = tuple(97 + i for i in range(heads))
     offsets = tuple(int(o) for o in np.cumsum((0, *moduli))[:-1])
     return NgramGeometry(layer, 3, heads_per_order, row_width, taps, 256, IMAGE_TOKEN,
                          (2043359076095531, 1677619451946387, 1270917961443223), moduli, offsets)  # fmt: skip
@@ -227,8 +227,8 @@ def _typed(value: Any) -> Typed:
 def scripted(*texts: bytes | str, logit: float = 20.0) -> TinyModel:
     """A model whose most likely next token depends on the last token alone: it continues along each of `texts`.
 
-    A text is bytes or a string, one token a byte; the last byte is followed by the end of the turn. No byte may have two
-    different successors. Tokens that no text holds are followed by the end of the turn too.
+    A text is bytes or a string, one token a byte; the last byte is followed by the end of the turn. No byte may have
+    two different successors. Tokens that no text holds are followed by the end of the turn too.
     """
     g = small(L=1, kinds=("gdn",), ngram=None, D=320, C=2, hc_rank=4, block_cells=0, budget_cells=0)
     end = 258

@@ -29,9 +29,9 @@ VERIFY_SHARE, VERIFY_BYTES = 0.01, 16 * MIB
 class PlanLine(Allocation):
     """One line. kind says how it is held:
 
-    allocate  taken at load and reported by the backend
-    map       a part of the file used in place: `n_bytes` in all, of which `held_bytes` are counted against free memory
-    later     taken while running, up to this much, and not by the backend
+    allocate  taken at load
+    map       a part of a file used in place: `n_bytes` in all, of which `held_bytes` are counted against free memory
+    later     taken while running, up to this much
     reserve   left free on purpose
     """
 
@@ -219,23 +219,23 @@ class Plan:
             advice="Try: " + "; ".join(self.remedies) if self.remedies else None,
         )
 
-    def verify(self, taken: list[Allocation]) -> list[Mismatch]:
-        """Compare what a backend took with the prices, by line and device.
+    def compared(self, taken: list[Allocation]) -> dict[tuple[str, str], tuple[int, int]]:
+        """(line, device) -> (planned bytes, taken bytes), in the plan's order.
 
-        Lines of kind later and reserve are not the backend's. A line that only one side knows counts as 0 on the other.
+        Lines of kind later and reserve are not taken at load. A line that only one side knows counts as 0 on the other.
         """
-        planned: dict[tuple[str, str], int] = {}
+        sums: dict[tuple[str, str], list[int]] = {}
         for line in self.lines:
             if line.kind in ("allocate", "map"):
-                key = (line.line, line.device)
-                planned[key] = planned.get(key, 0) + line.n_bytes
-        took: dict[tuple[str, str], int] = {}
+                sums.setdefault((line.line, line.device), [0, 0])[0] += line.n_bytes
         for allocation in taken:
-            key = (allocation.line, allocation.device)
-            took[key] = took.get(key, 0) + allocation.n_bytes
-        found = []
-        for key in [*planned, *(k for k in took if k not in planned)]:
-            price, real = planned.get(key, 0), took.get(key, 0)
-            if abs(real - price) > min(VERIFY_SHARE * max(price, real), VERIFY_BYTES):
-                found.append(Mismatch(key[0], key[1], price, real))
-        return found
+            sums.setdefault((allocation.line, allocation.device), [0, 0])[1] += allocation.n_bytes
+        return {key: (planned, real) for key, (planned, real) in sums.items()}
+
+    def verify(self, taken: list[Allocation]) -> list[Mismatch]:
+        """Lines for which what was taken differs from its price by more than 1 % or 16 MiB; see `compared`."""
+        return [
+            Mismatch(line, device, price, real)
+            for (line, device), (price, real) in self.compared(taken).items()
+            if abs(real - price) > min(VERIFY_SHARE * max(price, real), VERIFY_BYTES)
+        ]

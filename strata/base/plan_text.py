@@ -17,10 +17,14 @@ def _size(n_bytes: float) -> str:
     return f"{n_bytes / (1 << 20):,.1f} MiB" if n_bytes < 100 << 20 else f"{n_bytes / (1 << 20):,.0f} MiB"
 
 
+def _file_size(n_bytes: int) -> str:
+    return f"{n_bytes / 1e9:.1f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.1f} MB"
+
+
 def plan_table(p: Plan) -> str:
     """Lines in order of allocation by device, then what they mean; no colours, at most one line per allocation."""
     out = [
-        f"{p.model}: {p.file_bytes / 1e9:.1f} GB, experts {p.expert_types}",
+        f"{p.model}: {_file_size(p.file_bytes)}, experts {p.expert_types}",
         f"on {p.machine}, device {p.device}, {p.threads} thread{'s' if p.threads > 1 else ''}",
         f"context {p.context:,} x {p.sessions} session{'s' if p.sessions > 1 else ''}, KV {p.kv}, experts {p.experts}, "
         f"prefill {f'{p.prefill_rows:,} rows' if p.prefill_rows else 'by windows'}, draft {p.draft}",

@@ -71,7 +71,7 @@ ERROR_WORDS = 4
 OK, NOT_FINITE, COMBINE_OVERFLOW, NGRAM_TIMEOUT, NGRAM_FAILED = range(5)
 ERROR_TEXT = {
     NOT_FINITE: "a non-finite value",
-    COMBINE_OVERFLOW: "an expert output beyond 2^24",
+    COMBINE_OVERFLOW: "an expert output that is not finite or beyond 2^24",
     NGRAM_TIMEOUT: "no n-gram rows within the limit",
     NGRAM_FAILED: "an I/O error while reading n-gram rows",
 }

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from strata.cli import flags
 from strata.cli.output import Bar
 
 
@@ -19,6 +22,7 @@ def command(
     ],
     experts: Annotated[str, typer.Option(help="Format of the experts: q2_0, q8_0 or bf16.")] = "q2_0",
     force: Annotated[bool, typer.Option("--force", help="Replace an rt folder that is already there.")] = False,
+    json_: flags.Json = False,
 ) -> None:
     """Convert a draft layer (MTP) into an rt folder: smaller, mapped where it can be, nothing to quantise at load.
 
@@ -29,6 +33,9 @@ def command(
 
     with Bar("converting", "experts") as bar:
         done = convert(source, out, experts, force, bar.update)
+    if json_:
+        typer.echo(json.dumps({"folder": str(out), **dataclasses.asdict(done)}))
+        return
     notes = {"dense.bin": f"{done.tensors} tensors", "experts.bin": f"{done.experts} experts, {done.format_name}"}
     for name, n_bytes in done.files.items():
         typer.echo(f"{name:<16}{n_bytes / 2**20:>12,.2f} MiB  {notes.get(name, '')}".rstrip())

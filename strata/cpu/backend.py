@@ -184,7 +184,12 @@ class CpuBackend:
         """Logits of T <= 8 rows of the last window or chunk, from row `first_row` on, summarised as asked."""
         self._head_row[0] = first_row
         self._run(self._heads[T], self._bound)
-        return summarise(self._logits[:T], request)
+        try:
+            return summarise(self._logits[:T], request)
+        except NotFinite as error:
+            where = f"window at position {self._bound.rows} stopped in op linear of the head, outside the layers"
+            error.message = f"{where}: {error.message}"
+            raise
 
     # ---- draft layer
 

@@ -66,8 +66,10 @@ def random_blocks(format: BlockFormat, rng: np.random.Generator) -> np.ndarray:
         raw[0, :, 0], raw[1, :, 0] = 120, rng.integers(0, 2, blocks)
     if format.name == "NVFP4":
         raw[..., :4] &= 0x7F
-    if format.name == "IQ1_M":  # the scale's exponent lies in the top nibbles of bytes 51, 53 and 55
-        raw[..., 55] &= 0x3F
+    if format.name == "IQ1_M":  # the scale's four nibbles are the top ones of bytes 49, 51, 53 and 55, lowest first
+        raw[0, :, 55] &= 0x3F
+        raw[1, :, 49:56:2] &= 0x0F
+        raw[1, :, 49] |= 0x10
     return raw.reshape(ROWS, -1)
 
 

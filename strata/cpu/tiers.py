@@ -19,12 +19,11 @@ PORTABLE = 0
 
 VARIABLE = "STRATA_CPU_TIER"
 
+_AVX2 = frozenset({"avx2", "fma", "f16c"})
 _NEEDS: dict[int, frozenset[str]] = {
     PORTABLE: frozenset(),
-    256: frozenset({"avx2", "fma", "f16c"}),
-    512: frozenset(
-        {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni", "avx512vbmi", "avx512bitalg"}
-    ),
+    256: _AVX2,
+    512: _AVX2 | {f"avx512{part}" for part in ("f", "bw", "dq", "vl", "vnni", "vbmi", "bitalg")},
 }
 
 TIERS: tuple[int, ...] = tuple(sorted(_NEEDS))
@@ -56,7 +55,8 @@ def chosen_tier(available: Collection[int], wanted: str | None) -> int:
         return max(available)
     text = wanted.strip()
     if text not in map(str, TIERS):
-        raise BadArgument(f"{VARIABLE} names no kernel tier", found=wanted, needed=f"one of {', '.join(map(str, TIERS))}")
+        needed = f"one of {', '.join(map(str, TIERS))}"
+        raise BadArgument(f"{VARIABLE} names no kernel tier", found=wanted, needed=needed)
     tier = int(text)
     if tier not in available:
         missing = sorted(_NEEDS[tier] - target_features())

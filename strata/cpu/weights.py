@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from strata.base.errors import ModelError
-from strata.cpu.gemv.table import ActivationLayout, kernel, layout_of
+from strata.cpu.gemv.table import ActivationLayout, best_tier, kernel, layout_of
 from strata.cpu.linear import Matrix
 from strata.cpu.self_test import check_format
 from strata.pack.experts import ExpertLayout
@@ -33,7 +33,8 @@ class Weights:
         tier: int | None = None,
         progress: Callable[[str], None] | None = None,
     ):
-        self.tensors, self.experts, self.tier = tensors, experts, tier
+        self.tensors, self.experts = tensors, experts
+        self.tier = best_tier() if tier is None else tier  # asking for it takes 0.1 ms, programs ask thousands of times
         self._progress = progress or (lambda what: None)
         self._vectors: dict[tuple[str, bool], np.ndarray] = {}
         self._kernels: dict[int, np.ndarray] = {}

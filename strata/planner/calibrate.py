@@ -1,9 +1,9 @@
-"""Rates of this machine's kernels, measured: what one core needs for products of each type."""
+"""Rates of this machine's kernels, measured: what one core needs for products of each type, and its pace in other ops."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from statistics import median
 
 import numpy as np
@@ -26,8 +26,23 @@ def _repeat(times, f, w, stride, n_rows, act, K, out):
         call7(f, w, stride, n_rows, act, K, out, 4 * n_rows)
 
 
+YARD_VALUES, YARD_NS = 4096, 0.406
+"""Values of the yardstick, which lie in the first-level cache, and ns a value where the listed costs were fitted."""
+
+
+@njit(nogil=True)
+def _yardstick(times, x, out):
+    """What other ops spend their time on: short sums in a fixed order, four lanes side by side."""
+    for _ in range(times):
+        for lane in range(4):
+            out[lane] = 0
+        for i in range(0, x.size, 4):
+            for lane in range(4):
+                out[lane] = out[lane] * np.float32(0.5) + x[i + lane]
+
+
 def measure_costs(types: Iterable[str]) -> CpuCosts:
-    """Costs with the rates of this machine's kernels, for the given type names.
+    """Costs with the rates of this machine's kernels, for the given type names, and its pace in other ops.
 
     Two widths give the cost of a row and that of its bytes. About 10 ms a type, and the kernels' compilation if they
     are not in the cache. The calling thread's CPU time counts, so that other programs disturb little.
@@ -40,7 +55,7 @@ def measure_costs(types: Iterable[str]) -> CpuCosts:
         ns_per_byte = max(wide - narrow, 1e-3) / more_bytes
         rates[name] = 1 / ns_per_byte
         rows[name] = max(narrow - form.row_bytes(NARROW) * ns_per_byte, 0.0)
-    return CpuCosts(kernel_tier(), rates, rows)
+    return CpuCosts(kernel_tier(), rates, rows, pace=_pace())
 
 
 def types_of(m: ModelFacts) -> list[str]:
@@ -58,13 +73,24 @@ def _row_ns(form: BlockFormat, columns: int) -> float:
     out = np.zeros(rows, np.float32)
     start = -act.ctypes.data % 64
     arguments = (kernel(form, 1), w.ctypes.data, stride, rows, act.ctypes.data + start, columns, out.ctypes.data)
-    _repeat(1, *arguments)
+    return _seconds(_repeat, *arguments) / rows * 1e9
+
+
+def _pace() -> float:
+    """Time of the yardstick as a multiple of what it takes where the listed costs were fitted."""
+    x, lanes = np.ones(YARD_VALUES, np.float32), np.zeros(4, np.float32)
+    return _seconds(_yardstick, x, lanes) * 1e9 / YARD_VALUES / YARD_NS
+
+
+def _seconds(repeat: Callable[..., None], *arguments: object) -> float:
+    """Median CPU time of one turn of repeat(times, *arguments)."""
+    repeat(1, *arguments)
     began = time.thread_time()
-    _repeat(2, *arguments)
-    times = max(1, min(int(PASS_S / max((time.thread_time() - began) / 2, 1e-7)), 1000))
+    repeat(2, *arguments)
+    times = max(1, min(int(PASS_S / max((time.thread_time() - began) / 2, 1e-7)), 10_000))
     seconds = []
     for _ in range(PASSES):
         began = time.thread_time()
-        _repeat(times, *arguments)
+        repeat(times, *arguments)
         seconds.append((time.thread_time() - began) / times)
-    return median(seconds) / rows * 1e9
+    return median(seconds)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from types import ModuleType
+from pathlib import Path
 
-from strata.arch import flash_next
+from strata.arch.flash_next import mtp, program
 from strata.base.geometry import CELL_ROWS, WINDOW_ROWS, Geometry
 from strata.base.plan import MIB, PlanLine
-from strata.base.program import Buffer, Program, ProgramSet
+from strata.base.program import Buffer, Program
 from strata.pack.ngram_rows import WAYS
 from strata.planner import state_bytes as state
 from strata.planner.draft import DraftFacts
@@ -67,24 +67,27 @@ def _up(n_bytes: int) -> int:
     return -(-n_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def architecture(g: Geometry) -> ModuleType:
-    """The package that emits this geometry's programs."""
-    return {"qwen4exp": flash_next}[g.architecture]
-
-
 @lru_cache(maxsize=16)
-def program_set(g: Geometry, draft_rows: int = 0) -> ProgramSet:
-    """Programs to price. Scratch depends neither on the context nor on the KV format, so both are the smallest."""
-    return architecture(g).build_programs(g, CELL_ROWS, "f16", draft_rows)
+def trunk_programs(g: Geometry) -> tuple[Program, ...]:
+    """The widest programs: a window's trunk, head and commit, and a prefill chunk of one cell.
+
+    Scratch depends neither on the context nor on the KV format, so both are the smallest.
+    """
+    return (
+        program.trunk_program(g, WINDOW_ROWS, CELL_ROWS, "f16"),
+        program.head_program(g, WINDOW_ROWS),
+        program.commit_program(g, WINDOW_ROWS, CELL_ROWS, "f16"),
+        program.trunk_program(g, CELL_ROWS, CELL_ROWS, "f16", advance=True),
+    )
 
 
 @lru_cache(maxsize=16)
 def priced_programs(g: Geometry, draft_rows: int = 0) -> tuple[Program, ...]:
-    """The widest programs: a window's trunk, head and commit, a prefill chunk of one cell, and with `draft_rows` rows
-    of a draft layer's head that layer's append and step."""
-    programs = program_set(g, draft_rows)
-    trunk = programs.windows[WINDOW_ROWS], programs.heads[WINDOW_ROWS], programs.commit, programs.prefill
-    return trunk if programs.draft is None else (*trunk, programs.draft.appends[WINDOW_ROWS], programs.draft.step)
+    """The trunk's programs and, with `draft_rows` rows of a draft layer's head, that layer's append and step."""
+    if not draft_rows:
+        return trunk_programs(g)
+    append = mtp.append_program(g, WINDOW_ROWS, CELL_ROWS, "f16")
+    return (*trunk_programs(g), append, mtp.step_program(g, CELL_ROWS, "f16", draft_rows))
 
 
 @lru_cache(maxsize=16)
@@ -93,8 +96,8 @@ def program_buffers(g: Geometry, prefill: bool, draft_rows: int = 0) -> tuple[Bu
     programs and the draft layer's."""
     programs = priced_programs(g, draft_rows)
     found: dict[str, Buffer] = {}
-    for program in programs[3:4] if prefill else programs[:3] + programs[4:]:
-        for buffer in program.buffers.values():
+    for one in programs[3:4] if prefill else programs[:3] + programs[4:]:
+        for buffer in one.buffers.values():
             known = found.get(buffer.name)
             if buffer.role in ("scratch", "io") and buffer.name != "logits":
                 found[buffer.name] = buffer if known is None or buffer.n_bytes > known.n_bytes else known
@@ -202,7 +205,7 @@ def draft_lines(g: Geometry, draft: DraftFacts, context: int, kv: str, sessions:
     what = "experts and projections, converted or regrouped" if on_cpu else f"dense weights and {g.E} experts"
     each = f"{sessions} sessions, " if sessions > 1 else ""
     lines = [
-        PlanLine("draft layer", device, layer, f"{what} ({draft.source})"),
+        PlanLine("draft layer", device, layer, f"{what} ({Path(draft.source).name})"),
         PlanLine(
             "draft KV cache",
             device,

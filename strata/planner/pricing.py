@@ -250,7 +250,7 @@ def price_cpu(m: ModelFacts, machine: Machine, o: PlanOptions, context: int) -> 
     held = min(every_token, max(free - taken, 0)) + in_ram + min(spare, m.ngram_table_bytes)
     text = "used in place, as in the file"
     if m.ngram_table_bytes:
-        text += f"; {m.ngram_table_bytes / GIB:,.1f} GiB of it the n-gram table, read row by row"
+        text += f"; {m.ngram_table_bytes / MIB:,.0f} MiB of it the n-gram table, read row by row"
     lines = [PlanLine("weights (mapped)", "ram", m.mapped_bytes, text, kind="map", held=held)]
     notes = []
     if in_ram < m.experts_bytes and room >= 0:

@@ -50,6 +50,7 @@ class CpuCosts:
     expert_ns       activation, quantisation and combine, per value of an expert's width and output; None: the tier's
     op_us, join_us  per op, and per op that several threads share
     host_us         Python around a window
+    pace            time of everything but products as a multiple of what it took where the constants were fitted
     """
 
     tier: str = "portable"
@@ -64,6 +65,7 @@ class CpuCosts:
     op_us: float = 0.3
     join_us: float = 1.0
     host_us: float = 60.0
+    pace: float = 1.0
 
     @property
     def measured(self) -> bool:
@@ -84,12 +86,12 @@ class CpuCosts:
         """Recurrence with its commit, and attention over `cells` cells; heads are shared among threads."""
         state = len(g.gdn_layers) * g.gdn_value_heads * g.gdn_key_dim * g.gdn_value_dim
         attended = len(g.qsa_layers) * cells * g.H * g.dh
-        return (state * (self.gdn_ns + self.commit_ns) + attended * self.attend_ns) / threads / 1e6
+        return self.pace * (state * (self.gdn_ns + self.commit_ns) + attended * self.attend_ns) / threads / 1e6
 
     def expert_ms(self, g: Geometry, threads: int) -> float:
         """What an expert costs besides its products."""
         each = EXPERT_NS[self.tier] if self.expert_ns is None else self.expert_ns
-        return g.L * (g.K + 1) * (g.F + g.D) * each / threads / 1e6
+        return self.pace * g.L * (g.K + 1) * (g.F + g.D) * each / threads / 1e6
 
     def fixed_ms(self, g: Geometry, n_ops: int, threads: int) -> float:
         """Everything that one thread does alone, dispatch and Python."""
@@ -97,7 +99,7 @@ class CpuCosts:
         other = len(g.gdn_layers) * g.gdn_channels + len(g.qsa_layers) * 2 * g.H * g.dh + g.L * g.D
         other += 3 * g.CD if g.ngram is not None else 0
         joins = n_ops * (self.op_us + (self.join_us if threads > 1 else 0.0))
-        return (hc + other * self.element_ns) / 1e6 + (joins + self.host_us) / 1e3
+        return self.pace * ((hc + other * self.element_ns) / 1e6 + (joins + self.host_us) / 1e3)
 
 
 def product_ms(parts: Iterable[Part], costs: CpuCosts, threads: int, memory_gbps: float) -> float:

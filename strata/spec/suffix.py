@@ -8,7 +8,7 @@ one that never saw the removed tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
@@ -21,8 +21,7 @@ _FIRST_CAPACITY = 1024
 _NONE = -1
 
 
-@dataclass(frozen=True)
-class Proposal:
+class Proposal(NamedTuple):
     """What followed an earlier occurrence of the last tokens.
 
     tokens        drafts, at most as many as asked for; empty: nothing matches
@@ -153,8 +152,8 @@ class SuffixLookup:
         new = np.ascontiguousarray(tokens)
         if new.size == 0:
             return
-        need(new.ndim == 1 and new.dtype.kind in "iu", "tokens must be one row of integers",
-             found=f"{new.dtype} of shape {new.shape}")  # fmt: skip
+        if new.ndim != 1 or new.dtype.kind not in "iu":
+            raise BadArgument("tokens must be one row of integers", found=f"{new.dtype} of shape {new.shape}")
         if new.dtype != np.int32 and new.dtype != np.int64:
             new = new.astype(np.int64)
         if self._n + new.size > self._tokens.size:

@@ -11,7 +11,7 @@ from numba import njit
 from strata.base.arithmetic import MAX_LANES
 from strata.cpu.compiled import CFunction, c_function
 from strata.cpu.float_bits import bf16_f32, fma32, half_f32
-from strata.cpu.gemv.rows import MOST_ROWS
+from strata.cpu.gemv.rows import MOST_ROWS, named
 from strata.cpu.gemv.words import real, set_real, short, stack
 
 F = np.float32
@@ -52,8 +52,7 @@ def _sum_halving(lanes, n):
     return real(lanes, 0) + F(0)
 
 
-def _row_loop(read):
-    @njit(error_model="numpy")
+def _row_loop(name, read):
     def rows(R, w, w_stride, n_rows, act, K, out, out_stride):
         values, lanes = stack(_REALS), stack(_LANES)
         n_lanes = lanes_of(K)
@@ -72,10 +71,12 @@ def _row_loop(read):
             for r in range(R):
                 set_real(out + r * out_stride, 4 * i, _sum_halving(lanes + _REALS * r, n_lanes))
 
-    return rows
+    return named(rows, f"rows_{name}")
 
 
-_rows_f32, _rows_f16, _rows_bf16 = _row_loop(_read_f32), _row_loop(_read_f16), _row_loop(_read_bf16)
+_rows_f32 = _row_loop("f32", _read_f32)
+_rows_f16 = _row_loop("f16", _read_f16)
+_rows_bf16 = _row_loop("bf16", _read_bf16)
 
 
 def f32(R: int) -> CFunction:

@@ -131,9 +131,9 @@ def _step(s: Simd, layout: Records, tier: int, groups: list[Value], record: Valu
     ordered = [s.pick(natural, layout.order[k : k + wide]) for k in range(0, layout.values, wide)]
     for k, part in enumerate(ordered):
         stored = b.xor(part, s.splat(i8, wide, -128)) if layout.flip else part
-        s.store(stored, record, wide * k, align=wide)
+        s.store(stored, record, wide * k)
     lanes = s.pick(scales, layout.groups)
-    s.store(lanes, record, layout.values, align=64)
+    s.store(lanes, record, layout.values)
     planes = 64 // wide  # vectors of a plane
     if layout.bias or layout.blocks:
         for k in range(planes):
@@ -142,15 +142,15 @@ def _step(s: Simd, layout: Records, tier: int, groups: list[Value], record: Valu
                 four = _sums_of_4(s, tier, layout.bias or 1, part)
                 total = four if total is None else b.add(total, four)
             if layout.bias:
-                s.store(s.negate(total), record, layout.values + SCALE_BYTES + wide * k, align=wide)
+                s.store(s.negate(total), record, layout.values + SCALE_BYTES + wide * k)
             else:
                 for _ in range(2):
                     half = range(0, total.type.count, 2)
                     total = b.add(s.pick(total, half), s.pick(total, [i + 1 for i in half]))
-                s.store(s.to_float(total), record, layout.values + SCALE_BYTES + 4 * total.type.count * k, align=4)
+                s.store(s.to_float(total), record, layout.values + SCALE_BYTES + 4 * total.type.count * k)
     if layout.blocks:
-        s.store(s.part(scales, 0, 4), record, layout.values + SCALE_BYTES + 16, align=16)
-        s.store(s.zero(i8, 32), record, layout.values + SCALE_BYTES + 32, align=32)
+        s.store(s.part(scales, 0, 4), record, layout.values + SCALE_BYTES + 16)
+        s.store(s.zero(i8, 32), record, layout.values + SCALE_BYTES + 32)
 
 
 def _emit(s: Simd, name: str, tier: int) -> None:

@@ -52,6 +52,16 @@ def record_bytes(K, group):
     return (scales_at(K, group) + 4 * (padded(K) // group) + 63) // 64 * 64
 
 
+def named(function, name):
+    """njit of a function made in a factory, under a name of its own.
+
+    Compiled code finds its helpers by name, and names are only made unique within a process. Two functions of one
+    factory, compiled in two processes and loaded from disk in a third, could otherwise take each other's place.
+    """
+    function.__name__ = function.__qualname__ = name
+    return njit(error_model="numpy")(function)
+
+
 def row_loop(name, unpack, group):
     """The row loop of the format `name`, to be called from its kernels:
 
@@ -61,7 +71,6 @@ def row_loop(name, unpack, group):
     sums_step = 4 * STEP // (32 if group == 32 else 16)
     scales_step = 4 * STEP // group
 
-    @njit(error_model="numpy")
     def rows(R, w, w_stride, n_rows, act, K, out, out_stride):
         codes, scales, lanes, lowest = stack(_CODES), stack(_SCALES), stack(256), stack(64)
         record, x_sums, x_scales = record_bytes(K, group), sums_at(K), scales_at(K, group)
@@ -88,4 +97,4 @@ def row_loop(name, unpack, group):
             for r in range(R):
                 set_real(out + r * out_stride, 4 * i, sum_lanes(lanes + 64 * r, lowest + 16 * r))
 
-    return rows
+    return named(rows, f"rows_{name}")

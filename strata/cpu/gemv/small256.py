@@ -86,17 +86,17 @@ def _step(f: Small) -> Step:
         signs, planes, scales, lowest = weights
         at, total = layout.values, None
         for k, plane in enumerate(planes):
-            codes = s.load(x, 64 * k + 32 * part, i8, 32, align=32)
+            codes = s.load(x, 64 * k + 32 * part, i8, 32)
             words = s.maddubs(plane, s.psignb(codes, signs[k]) if signed else codes)
             words = s.pairs(words) if signed else words
             total = words if total is None else s.b.add(total, words)
         if not signed:
             total = s.pairs(total)
             if f.bias:
-                total = s.b.add(total, s.load(x, at + SCALE_BYTES + 32 * part, i32, 8, align=32))
-        lanes.add(part, total, s.b.fmul(scales, s.load(x, at + 32 * part, f32, 8, align=32)))
+                total = s.b.add(total, s.load(x, at + SCALE_BYTES + 32 * part, i32, 8))
+        lanes.add(part, total, s.b.fmul(scales, s.load(x, at + 32 * part, f32, 8)))
         if lowest is not None:
-            sums, d = (s.load(x, at + SCALE_BYTES + 16 * k, f32, 4, align=16) for k in range(2))
+            sums, d = (s.load(x, at + SCALE_BYTES + 16 * k, f32, 4) for k in range(2))
             lanes.add_lowest(sums, s.b.fmul(lowest, d))
 
     return Step(
@@ -115,8 +115,8 @@ def _q8_0_step() -> Step:
 
     def multiply(s: Simd, weights, x: Value, part: int, lanes: Lanes) -> None:
         codes, magnitudes, scales = weights
-        total = s.pairs(s.maddubs(magnitudes, s.psignb(s.load(x, 32 * part, i8, 32, align=32), codes)))
-        lanes.add(part, total, s.b.fmul(scales, s.load(x, layout.values + 32 * part, f32, 8, align=32)))
+        total = s.pairs(s.maddubs(magnitudes, s.psignb(s.load(x, 32 * part, i8, 32), codes)))
+        lanes.add(part, total, s.b.fmul(scales, s.load(x, layout.values + 32 * part, f32, 8)))
 
     return Step(layout.values, 2, 34, layout.step_bytes, unpack, multiply, parts=2)
 

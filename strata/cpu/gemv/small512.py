@@ -85,12 +85,12 @@ def _step(f: Small) -> Step:
     def multiply(s: Simd, weights, x: Value, part: int, lanes: Lanes) -> None:
         planes, scales, lowest = weights
         at = layout.values
-        total = s.load(x, at + SCALE_BYTES, i32, 16, align=64) if f.bias else s.zero(i32, 16)
+        total = s.load(x, at + SCALE_BYTES, i32, 16) if f.bias else s.zero(i32, 16)
         for k, plane in enumerate(planes):
-            total = s.dpbusd(total, plane, s.load(x, 64 * k, i8, 64, align=64))
-        lanes.add(0, total, s.b.fmul(scales, s.load(x, at, f32, 16, align=64)))
+            total = s.dpbusd(total, plane, s.load(x, 64 * k, i8, 64))
+        lanes.add(0, total, s.b.fmul(scales, s.load(x, at, f32, 16)))
         if lowest is not None:
-            sums, d = (s.load(x, at + SCALE_BYTES + 16 * k, f32, 4, align=16) for k in range(2))
+            sums, d = (s.load(x, at + SCALE_BYTES + 16 * k, f32, 4) for k in range(2))
             lanes.add_lowest(sums, s.b.fmul(lowest, d))
 
     return Step(
@@ -113,8 +113,8 @@ def _q8_0_step() -> Step:
 
     def multiply(s: Simd, weights, x: Value, part: int, lanes: Lanes) -> None:
         codes, scales, correction = weights
-        total = s.dpbusd(correction, s.load(x, 0, i8, 64, align=64), codes)
-        lanes.add(0, total, s.b.fmul(scales, s.load(x, layout.values, f32, 16, align=64)))
+        total = s.dpbusd(correction, s.load(x, 0, i8, 64), codes)
+        lanes.add(0, total, s.b.fmul(scales, s.load(x, layout.values, f32, 16)))
 
     return Step(layout.values, 2, 34, layout.step_bytes, unpack, multiply)
 

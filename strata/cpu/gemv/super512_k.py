@@ -1,102 +1,107 @@
-"""K-quants in the tier 512: Q2_K to Q6_K, and IQ4_XS, which shares their integer sub-scales.
+"""K-quants in the tier 512: Q2_K to Q6_K.
 
-Four operands of 64 bytes a block: operand o holds the runs of 32 values s and s + 2 for s = RUNS[o], as the records
-do. Bytes of weights times codes become int16 pairs, and those times int16 sub-scales int32 lanes. Where the lanes
-of a rule are the two halves of an operand the sum is ready; elsewhere `_add_halves` adds them up.
+Four operands of 64 weight bytes a block, in the order of the records. Weights times codes become int16 pairs, and those
+times int16 sub-scales int32 lanes. Q2_K is small enough to have the sub-scale in the byte.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from strata.cpu.gemv.records256 import SCALED_SCALE, SUMS_4, SUMS_16, SUMS_32
-from strata.cpu.gemv.super_rows import Rows
-from strata.cpu.simd import Simd, Value, f32, i8, i16, i32, i64
-from strata.pack.grids import CODEBOOK
-
-RUNS = (0, 1, 4, 5)
-"""First run of every operand; the second is two further."""
-
-_LOW_HALVES, _HIGH_HALVES = [*range(8), *range(16, 24)], [*range(8, 16), *range(24, 32)]
-
+from strata.cpu.gemv.frame import Lanes, Step
+from strata.cpu.gemv.records256 import K2, K4, K6, PAIRS_2K, PAIRS_6K, STEP, SUMS_16, SUMS_32, Arrangement
+from strata.cpu.simd import Simd, Value, f32, i8, i16, i32, vector
 
 # ---- weights
 
 
-def _twice(s: Simd, place: Value, at: int) -> Value:
+def _twice(s: Simd, w: Value, at: int) -> Value:
     """32 bytes, two times."""
-    return s.pick(s.load(place, at, i8, 32), [*range(32), *range(32)])
+    return s.pick(s.load(w, at, i8, 32), [*range(32), *range(32)])
 
 
 def _field(s: Simd, value: Value, low: int, high: int) -> Value:
-    """Bits from `low` on in the first half and from `high` on in the second at bit 0 of every byte (from bit -low for a
-    negative number); other bits come along, for the caller to mask."""
+    """Bits from `low` on in the first 32 bytes and from `high` on in the others, at bit 0 of every byte (at bit -low
+    for a negative number); other bits come along, for the caller to mask."""
     starts = [(8 * (i % 8) + (low if i < 32 else high)) % 64 for i in range(64)]
     return s.multishift(s.constant(i8, starts), value)
 
 
-def _nibbles(s: Simd, runs: Value) -> list[Value]:
-    return [s.and_(runs, 15), s.and_(s.shr_bytes(runs, 4), 15)]
+def _nibbles(s: Simd, w: Value, at: int) -> list[Value]:
+    """Low and high nibbles of 64 bytes."""
+    packed = s.load(w, at, i8, 64)
+    return [s.and_(packed, 15), s.and_(s.shr_bytes(packed, 4), 15)]
 
 
-def _bytes_to_scales(s: Simd, scales: Value, index: Sequence[int]) -> Value:
+def _twos(s: Simd, w: Value, at: int) -> list[Value]:
+    """The four 2-bit codes of 64 bytes, not masked."""
+    packed = s.load(w, at, i8, 64)
+    return [s.shr_bytes(packed, 2 * k) if k else packed for k in range(4)]
+
+
+def _widened(s: Simd, values: Value, index: Sequence[int]) -> Value:
     """Unsigned bytes, picked, as int16."""
-    zero, n = s.zero(i8, scales.type.count), scales.type.count
-    return s.cast(s.pick(scales, [k for i in index for k in (i, n)], zero), i16, len(index))
+    n = values.type.count
+    with_zeros = [k for i in index for k in (i, n)]
+    return s.cast(s.pick(values, with_zeros, s.zero(i8, n)), i16, len(index))
 
 
-def _of_runs(o: int) -> list[int]:
-    """Index of the sub-scale of every int16 pair of operand o, one for a run of 32."""
-    return [RUNS[o]] * 16 + [RUNS[o] + 2] * 16
+def halves_at(s: Simd, w: Value, at: int) -> Value:
+    """Four float16 of the block as float32: one instruction, where a single one takes two."""
+    return s.widen_half(s.load(w, at, i16, 4))
 
 
-def _of_half_runs(o: int) -> list[int]:
-    """The same, one for 16 values."""
-    return [2 * run + half for run in (RUNS[o], RUNS[o] + 2) for half in range(2) for _ in range(8)]
-
-
-def _spread_half(s: Simd, place: Value, at: int, n: int = 16) -> Value:
-    return s.spread(s.widen_half(s.load(place, at, i16)), n)
+def times_x(s: Simd, halves: Value, x: Value, scale_at: int) -> Value:
+    """Four scales of the block times the scale of the activations."""
+    return s.b.fmul(halves, s.spread(s.load(x, scale_at, f32), 4))
 
 
 # ---- sums
 
 
-def _operand(rows: Rows, r: int, o: int) -> Value:
-    return rows.load(r, 64 * o, i8, 64)
+def _operand(s: Simd, x: Value, o: int) -> Value:
+    return s.load(x, 64 * o, i8, 64)
 
 
-def _scaled_sum(rows: Rows, r: int, operands: Sequence[int], weights: list[Value], scales: list[Value]) -> Value:
+def _scaled_sum(s: Simd, x: Value, weights: Sequence[Value], scales: Sequence[Value]) -> Value:
     """int32 (16,): sum over operands of sub-scale times weights times codes."""
-    total = rows.s.zero(i32, 16)
-    for o in operands:
-        total = rows.s.dpwssd(total, rows.s.maddubs(weights[o], _operand(rows, r, o)), scales[o])
+    total = s.zero(i32, 16)
+    for o, (weight, scale) in enumerate(zip(weights, scales, strict=True)):
+        total = s.dpwssd(total, s.maddubs(weight, _operand(s, x, o)), scale)
     return total
 
 
-def _add_halves(s: Simd, a: Value, b: Value) -> Value:
-    """Lanes: the halves of a added up, then those of b."""
-    return s.b.add(s.pick(a, _LOW_HALVES, b), s.pick(a, _HIGH_HALVES, b))
+def _scales_by(arrangement: Arrangement, sub_block: int) -> list[list[int]]:
+    """For every operand, which sub-scale meets each int16 pair; `sub_block` values share one."""
+    return [[int(v) // sub_block for v in arrangement.order[64 * o : 64 * o + 64 : 2]] for o in range(4)]
 
 
-def _minus(rows: Rows, r: int, total: Value, k: int, scales: Value) -> Value:
-    """Takes the offset of unsigned codes back: vector k of `_negative_pairs` times the sums of four codes."""
-    return rows.s.dpwssd(total, rows.load(r, SUMS_4 + 64 * k, i16, 32), scales)
+def _pairs_by(arrangement: Arrangement) -> list[list[int]]:
+    """Sub-scales of 16 values that meet the sums of four neighbours, stored as pairs of operands."""
+    of = [[int(v) // 16 for v in arrangement.order[64 * o : 64 * o + 64 : 4]] for o in range(4)]
+    return [[scale for both in zip(of[k], of[k + 1], strict=True) for scale in both] for k in (0, 2)]
 
 
-def _negative_pairs(s: Simd, scales: Value, offset: int) -> list[Value]:
-    """-offset times the sub-scales (int16, 16) that meet the pairs of sums: run s with s + 2."""
-    scaled = s.b.mul(scales, s.splat(i16, 16, -offset))
-    pairs = [[(2 * run + g // 4, 2 * run + 4 + g // 4) for run in runs for g in range(8)] for runs in ((0, 1), (4, 5))]
-    return [s.pick(scaled, sum(index, ())) for index in pairs]
+def _minus(s: Simd, total: Value, x: Value, at: int, offsets: Sequence[Value]) -> Value:
+    """Takes the offset of unsigned codes back: sub-scales times -offset, times sums of four codes."""
+    for k, scales in enumerate(offsets):
+        total = s.dpwssd(total, s.load(x, at + 64 * k, i16, 32), scales)
+    return total
 
 
-# ---- formats
+def _signed_scales(s: Simd, scales: Value, arrangement: Arrangement, offset: int) -> tuple[list[Value], list[Value]]:
+    """int16 (16,) sub-scales -> those of every operand, and -offset times those of the pairs of sums."""
+    less = s.b.mul(scales, s.splat(i16, 16, -offset))
+    pairs = [s.pick(less, index) for index in _pairs_by(arrangement)]
+    return [s.pick(scales, index) for index in _scales_by(arrangement, 16)], pairs
 
 
-def _six_bits(s: Simd, place: Value, at: int) -> Value:
+# ---- Q4_K, Q5_K
+
+
+def _six_bits(s: Simd, w: Value, at: int) -> Value:
     """12 bytes -> eight scales and eight minima of 6 bits (16 bytes)."""
-    raw = s.load(place, at, i8, 16)  # the codes begin behind the 12 bytes: still inside the block
+    raw = s.load(w, at, i8, 16)  # the codes begin behind the 12 bytes: still inside the block
     a, b, c = ([*range(k, k + 4)] for k in (0, 4, 8))
     fields = s.pick(raw, [*a, *c, *b, *c])
     low = s.multishift(s.constant(i8, [0, 8, 16, 24, 32, 40, 48, 56, 0, 8, 16, 24, 36, 44, 52, 60]), fields)
@@ -105,125 +110,105 @@ def _six_bits(s: Simd, place: Value, at: int) -> Value:
     return s.b.or_(s.b.and_(low, mask), s.b.and_(top, mask_top))
 
 
-def _q4_or_q5(rows: Rows, place: Value, weights: list[Value]) -> None:
-    s = rows.s
-    scales_and_minima = _six_bits(s, place, 4)
-    scales = [_bytes_to_scales(s, scales_and_minima, _of_runs(o)) for o in range(4)]
-    minima = _bytes_to_scales(s, scales_and_minima, range(8, 16))
-    d, dmin = _spread_half(s, place, 0), _spread_half(s, place, 2, 4)
-    for r in range(rows.R):
-        rows.add(r, 0, _scaled_sum(rows, r, range(4), weights, scales), d, SCALED_SCALE)
-        rows.add_minima(r, s.maddwd(minima, rows.load(r, SUMS_32, i16, 8)), dmin, SCALED_SCALE)
+def _with_scales(s: Simd, w: Value, weights: list[Value]) -> tuple:
+    both = _six_bits(s, w, 4)
+    scales = [_widened(s, both, index) for index in _scales_by(K4, 32)]
+    return weights, scales, _widened(s, both, range(8, 16)), halves_at(s, w, 0)
 
 
-def q4_k(rows: Rows, place: Value) -> None:
-    s = rows.s
-    _q4_or_q5(rows, place, [n for at in (16, 80) for n in _nibbles(s, s.load(place, at, i8, 64))])
+def _unpack_q4(s: Simd, w: Value, part: int, left: Value | None) -> tuple:
+    return _with_scales(s, w, [*_nibbles(s, w, 16), *_nibbles(s, w, 80)])
 
 
-def q5_k(rows: Rows, place: Value) -> None:
-    s = rows.s
-    nibbles = [n for at in (48, 112) for n in _nibbles(s, s.load(place, at, i8, 64))]
-    high = _twice(s, place, 16)
-    fifth = [s.and_(_field(s, high, run - 4, run - 2), 16) for run in RUNS]
-    _q4_or_q5(rows, place, [s.b.or_(n, f) for n, f in zip(nibbles, fifth, strict=True)])
+def _unpack_q5(s: Simd, w: Value, part: int, left: Value | None) -> tuple:
+    high = _twice(s, w, 16)
+    fifth = [s.and_(_field(s, high, run - 4, run - 2), 16) for run in (0, 1, 4, 5)]
+    nibbles = [*_nibbles(s, w, 48), *_nibbles(s, w, 112)]
+    return _with_scales(s, w, [s.b.or_(n, f) for n, f in zip(nibbles, fifth, strict=True)])
 
 
-def _two_bits(s: Simd, place: Value, at: int) -> list[Value]:
-    """Codes of 2 bits in 64 bytes, as operands."""
-    halves = [_twice(s, place, at), _twice(s, place, at + 32)]
-    return [s.and_(_field(s, half, 2 * k, 2 * k + 4), 3) for half in halves for k in range(2)]
+def _multiply_k4(s: Simd, unpacked: tuple, x: Value, part: int, lanes: Lanes) -> None:
+    weights, scales, minima, halves = unpacked
+    floats = times_x(s, halves, x, K4.scale_at)
+    lanes.add(0, _scaled_sum(s, x, weights, scales), s.pick(floats, [0] * 16))
+    lanes.add_lowest(s.maddwd(minima, s.load(x, SUMS_32, i16, 8)), s.pick(floats, [1] * 4))
 
 
-def q2_k(rows: Rows, place: Value) -> None:
-    s = rows.s
-    weights, both = _two_bits(s, place, 16), s.load(place, 0, i8, 16)
-    low, high = s.and_(both, 15), s.and_(s.shr_bytes(both, 4), 15)
-    scales = [_bytes_to_scales(s, low, _of_half_runs(o)) for o in range(4)]
-    minima = _bytes_to_scales(s, high, range(16))
-    d, dmin = _spread_half(s, place, 80), _spread_half(s, place, 82, 4)
-    for r in range(rows.R):
-        halves = [_scaled_sum(rows, r, pair, weights, scales) for pair in ((0, 1), (2, 3))]
-        rows.add(r, 0, _add_halves(s, *halves), d, SCALED_SCALE)
-        terms = s.maddwd(minima, rows.load(r, SUMS_16, i16, 16))
-        rows.add_minima(r, s.b.add(s.part(terms, 0, 4), s.part(terms, 4, 4)), dmin, SCALED_SCALE)
+# ---- Q2_K
 
 
-def _q3_scales(s: Simd, place: Value) -> Value:
+def _unpack_q2(s: Simd, w: Value, part: int, left: Value | None) -> tuple:
+    """Products of code and sub-scale, at most 45, by tables whose 6-bit index holds both. The code stays where it is in
+    its byte if it is in the first or third field; fields 1 and 3 are shifted to the third."""
+    both, packed = s.load(w, 0, i8, 16), s.load(w, 16, i8, 64)
+    low, above = s.and_(both, 15), s.and_(s.cast(s.shl(s.cast(both, i16, 8), 2), i8, 16), 0x3C)
+    code_low = s.constant(i8, [(k & 3) * (k >> 2) for k in range(64)])
+    code_high = s.constant(i8, [(k >> 4) * (k & 15) for k in range(64)])
+    left2 = s.cast(s.shl(s.cast(packed, i16, 32), 2), i8, 64)
+    sources = [(packed, 3, above, code_low)]
+    sources += [(codes, 0x30, low, code_high) for codes in (left2, packed, s.shr_bytes(packed, 2))]
+    weights = []
+    for (codes, mask, scales, table), index in zip(sources, _scales_by(K2, 16), strict=True):
+        scale = s.pick(scales, [i for i in index for _ in range(2)])
+        weights.append(s.permb(table, s.b.or_(s.and_(codes, mask), scale)))
+    minima = _widened(s, s.and_(s.shr_bytes(both, 4), 15), range(16))
+    return weights, minima, halves_at(s, w, 76)
+
+
+def _multiply_q2(s: Simd, unpacked: tuple, x: Value, part: int, lanes: Lanes) -> None:
+    weights, minima, halves = unpacked
+    floats = times_x(s, halves, x, K2.scale_at)
+    total = s.zero(i32, 16)
+    for o, weight in enumerate(weights):
+        total = s.dpbusd(total, weight, _operand(s, x, o))
+    lanes.add(0, total, s.pick(floats, [2] * 16))
+    terms = s.maddwd(minima, s.load(x, SUMS_16, i16, 16))
+    lanes.add_lowest(s.b.add(s.part(terms, 0, 4), s.part(terms, 4, 4)), s.pick(floats, [3] * 4))
+
+
+# ---- Q3_K, Q6_K
+
+
+def _q3_scales(s: Simd, w: Value) -> Value:
     """Sixteen sub-scales of 6 bits, minus 32, as int16."""
-    raw = s.load(place, 94, i8, 16)  # the last 14 bytes of codes and 12 of scales: nothing lies behind the block
-    low = s.pick(raw, [*range(2, 10)] * 2)
-    low = s.multishift(s.constant(i8, [8 * k + part for part in (0, 4) for k in range(8)]), low)
-    top = s.pick(raw, [*range(10, 14)] * 4)
-    top = s.multishift(s.constant(i8, [(8 * (k % 4) + 2 * (k // 4) - 4) % 64 for k in range(16)]), top)
+    raw = s.load(w, 94, i8, 16)  # two bytes of codes, 12 of scales, d: nothing lies behind the block
+    low = s.multishift(s.constant(i8, [8 * k + part for part in (0, 4) for k in range(8)]), s.pick(raw, [*range(2, 10)] * 2))
+    starts = [(8 * (k % 4) + 2 * (k // 4) - 4) % 64 for k in range(16)]
+    top = s.multishift(s.constant(i8, starts), s.pick(raw, [*range(10, 14)] * 4))
     scales = s.b.or_(s.and_(low, 15), s.and_(top, 0x30))
-    return s.b.sext(s.b.sub(scales, s.splat(i8, 16, 32)), s.zero(i16, 16).type)
+    return s.b.sext(s.b.sub(scales, s.splat(i8, 16, 32)), vector(i16, 16))
 
 
-def q3_k(rows: Rows, place: Value) -> None:
-    s = rows.s
-    high = _twice(s, place, 0)
-    third = [s.and_(_field(s, high, run - 2, run), 4) for run in RUNS]
-    weights = [s.b.or_(c, t) for c, t in zip(_two_bits(s, place, 32), third, strict=True)]
-    sub_scales = _q3_scales(s, place)
-    scales = [s.pick(sub_scales, _of_half_runs(o)) for o in range(4)]
-    negative, d = _negative_pairs(s, sub_scales, 4), _spread_half(s, place, 108)
-    for r in range(rows.R):
-        halves = [_scaled_sum(rows, r, pair, weights, scales) for pair in ((0, 1), (2, 3))]
-        halves = [_minus(rows, r, half, k, negative[k]) for k, half in enumerate(halves)]
-        rows.add(r, 0, _add_halves(s, *halves), d, SCALED_SCALE)
+def _unpack_q3(s: Simd, w: Value, part: int, left: Value | None) -> tuple:
+    high, weights = _twice(s, w, 0), []
+    for k, code in enumerate(_twos(s, w, 32)):
+        weights.append(s.b.or_(s.and_(code, 3), s.and_(_field(s, high, k - 2, k + 2), 4)))
+    return weights, *_signed_scales(s, _q3_scales(s, w), K2, 4), halves_at(s, w, 102)
 
 
-def q6_k(rows: Rows, place: Value) -> None:
-    s = rows.s
+def _unpack_q6(s: Simd, w: Value, part: int, left: Value | None) -> tuple:
     weights = []
     for half in range(2):
-        high = _twice(s, place, 128 + 32 * half)
-        for k in range(2):
-            low = _field(s, _twice(s, place, 64 * half + 32 * k), 0, 4)
-            top = _field(s, high, 2 * k - 4, 2 * k)
-            weights.append(s.b.or_(s.and_(low, 15), s.and_(top, 0x30)))
-    sub_scales = s.b.sext(s.load(place, 192, i8, 16), s.zero(i16, 16).type)
-    scales = [s.pick(sub_scales, _of_half_runs(o)) for o in range(4)]
-    negative, d = _negative_pairs(s, sub_scales, 32), _spread_half(s, place, 208)
-    for r in range(rows.R):
-        even, odd = (_scaled_sum(rows, r, pair, weights, scales) for pair in ((0, 2), (1, 3)))
-        total = _minus(rows, r, _minus(rows, r, _add_halves(s, even, odd), 0, negative[0]), 1, negative[1])
-        rows.add(r, 0, total, d, SCALED_SCALE)
+        high = _twice(s, w, 128 + 32 * half)
+        for k, low in enumerate(_nibbles(s, w, 64 * half)):
+            weights.append(s.b.or_(low, s.and_(_field(s, high, 4 * k - 4, 4 * k - 2), 0x30)))
+    scales = s.b.sext(s.load(w, 192, i8, 16), vector(i16, 16))
+    return weights, *_signed_scales(s, scales, K6, 32), halves_at(s, w, 202)
 
 
-def _xs_scales(s: Simd, place: Value) -> Value:
-    """Eight sub-scales of 6 bits, minus 32, as int16."""
-    whole = s.cast(s.gather([s.load(place, 0, i64)] * 2), i8, 16)
-    low = s.multishift(s.constant(i8, [32 + 4 * (k % 8) for k in range(16)]), whole)
-    top = s.multishift(s.constant(i8, [16 + 2 * (k % 8) - 4 for k in range(16)]), whole)
-    scales = s.part(s.b.or_(s.and_(low, 15), s.and_(top, 0x30)), 0, 8)
-    return s.b.sext(s.b.sub(scales, s.splat(i8, 8, 32)), s.zero(i16, 8).type)
+def _multiplier(arrangement: Arrangement, pairs_at: int):
+    def multiply(s: Simd, unpacked: tuple, x: Value, part: int, lanes: Lanes) -> None:
+        weights, scales, offsets, halves = unpacked
+        total = _minus(s, _scaled_sum(s, x, weights, scales), x, pairs_at, offsets)
+        lanes.add(0, total, s.pick(times_x(s, halves, x, arrangement.scale_at), [3] * 16))
+
+    return multiply
 
 
-def iq4_xs(rows: Rows, place: Value) -> None:
-    """Signed bytes up to 127: magnitudes as weights, and codes with the sign of their weight."""
-    s = rows.s
-    magnitudes = s.constant(i8, [abs(int(v)) for v in CODEBOOK["IQ4_XS"]] * 4)
-    weights, minus = [], []
-    for at in (8, 72):
-        quads = s.cast(s.load(place, at, i8, 64), i64, 8)
-        for k in (0, 2):  # 16 bytes of a run, twice; the low nibbles are its first 16 values
-            run = s.cast(s.pick(quads, [k, k + 1, k, k + 1, k + 4, k + 5, k + 4, k + 5]), i16, 32)
-            nibbles = s.cast(s.b.lshr(run, s.constant(i16, ([0] * 8 + [4] * 8) * 2)), i8, 64)
-            weights.append(s.permb(magnitudes, nibbles))
-            minus.append(s.b.icmp_signed("==", s.and_(nibbles, 8), s.zero(i8, 64)))  # the codebook ascends
-    sub_scales, d = _xs_scales(s, place), _spread_half(s, place, 0)
-    scales = [s.pick(sub_scales, _of_runs(o)) for o in range(4)]
-    for r in range(rows.R):
-        sums = []
-        for pair in ((0, 2), (1, 3)):
-            total = s.zero(i32, 16)
-            for o in pair:
-                codes = _operand(rows, r, o)
-                codes = s.b.select(minus[o], s.negate(codes), codes)
-                total = s.dpwssd(total, s.maddubs(weights[o], codes), scales[o])
-            sums.append(total)
-        first = [*range(4), *range(16, 20), *range(8, 12), *range(24, 28)]
-        both = s.b.add(s.pick(sums[0], first, sums[1]), s.pick(sums[0], [k + 4 for k in first], sums[1]))
-        rows.add(r, 0, both, d, SCALED_SCALE)
+STEPS: dict[str, Step] = {
+    "Q2_K": Step(STEP, 1, 84, K2.step_bytes, _unpack_q2, _multiply_q2, lowest=-1),
+    "Q3_K": Step(STEP, 1, 110, K2.step_bytes, _unpack_q3, _multiplier(K2, PAIRS_2K)),
+    "Q4_K": Step(STEP, 1, 144, K4.step_bytes, _unpack_q4, _multiply_k4, lowest=-1),
+    "Q5_K": Step(STEP, 1, 176, K4.step_bytes, _unpack_q5, _multiply_k4, lowest=-1),
+    "Q6_K": Step(STEP, 1, 210, K6.step_bytes, _unpack_q6, _multiplier(K6, PAIRS_6K)),
+}

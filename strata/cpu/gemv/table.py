@@ -24,22 +24,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
 from strata.base.errors import BadArgument
 from strata.cpu.compiled import CFunction
-from strata.cpu.gemv import floats
+from strata.cpu.gemv import float_simd, floats, records, small256, small512
 from strata.cpu.gemv.activations import quantise_p32, quantise_p256, swiglu_rows
 from strata.cpu.gemv.portable import QUANTISED
 from strata.cpu.gemv.rows import MOST_ROWS, record_bytes
+from strata.cpu.tiers import PORTABLE, available_tiers, best_tier
+from strata.cpu.tiers import TIERS as ALL_TIERS
 from strata.pack.formats import BlockFormat
 
-PORTABLE = 0
-"""The tier that runs everywhere."""
-
-TIERS = (PORTABLE,)
+TIERS = available_tiers()
+"""Tiers of this machine, slowest first."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,12 @@ class ActivationLayout:
 
     name: str
     group: int
+    _record_bytes: Callable[[int], int]
     _quantiser: CFunction | None
 
     def record_bytes(self, K: int) -> int:
         """Bytes of one record, and the distance of records; a multiple of 64 for quantised layouts."""
-        return record_bytes.py_func(K, self.group) if self.group else 4 * K
+        return self._record_bytes(K)
 
     @property
     def quantise_address(self) -> int:
@@ -64,11 +65,11 @@ class ActivationLayout:
         return self._quantiser.address if self._quantiser else 0
 
 
-_FLOAT = ActivationLayout("float", 0, None)
+_FLOAT = ActivationLayout("float", 0, lambda K: 4 * K, None)
 _LAYOUTS = {
     "float": _FLOAT,
-    "q8x32": ActivationLayout("p32", 32, quantise_p32),
-    "q8x256": ActivationLayout("p256", 256, quantise_p256),
+    "q8x32": ActivationLayout("p32", 32, lambda K: record_bytes.py_func(K, 32), quantise_p32),
+    "q8x256": ActivationLayout("p256", 256, lambda K: record_bytes.py_func(K, 256), quantise_p256),
 }
 
 _PORTABLE_KERNELS: dict[str, Callable[[int], CFunction]] = QUANTISED | {
@@ -78,9 +79,44 @@ _PORTABLE_KERNELS: dict[str, Callable[[int], CFunction]] = QUANTISED | {
 }
 
 
-def best_tier() -> int:
-    """The fastest tier of this machine."""
-    return TIERS[-1]
+# ---- the tiers with kernels of their own: format -> factory of R, and its layout
+
+
+@cache
+def _small_layout(records_name: str, tier: int) -> ActivationLayout:
+    layout = records.RECORDS[records_name]
+    return ActivationLayout(layout.name, records.GROUP, layout.record_bytes, records.quantiser(layout.name, tier))
+
+
+_Entry = tuple[Callable[[int], CFunction], ActivationLayout]
+
+
+def _own_kernels(tier: int) -> dict[str, _Entry]:
+    small = {512: small512, 256: small256}[tier]
+    entries: dict[str, _Entry] = {}
+    for name in small.FORMATS:
+        entries[name] = partial(small.kernel, name), _small_layout(records.records_for(name, tier).name, tier)
+    for name in float_simd.FORMATS:
+        entries[name] = partial(float_simd.kernel, name, tier=tier), _FLOAT
+    return entries
+
+
+_OWN: dict[int, dict[str, _Entry]] = {tier: _own_kernels(tier) for tier in ALL_TIERS[::-1] if tier != PORTABLE}
+
+
+def _portable(name: str, R: int) -> CFunction:
+    function = _PORTABLE_KERNELS[name](np.int64(R))  # a numpy integer is no literal type: loops compile once for all R
+    # One cache index a kernel: variants that share one could take each other's file when two processes compile at once.
+    function.py_func.__qualname__ = f"{name}_r{R}_t{PORTABLE}"
+    return function
+
+
+def _entry(format: BlockFormat, tier: int) -> _Entry:
+    """What serves a format in a tier: the tier's own kernel, or that of the next lower tier that has one."""
+    for own, entries in _OWN.items():
+        if own <= tier and format.name in entries:
+            return entries[format.name]
+    return partial(_portable, format.name), _LAYOUTS[format.activation]
 
 
 def _checked(format: BlockFormat, tier: int | None) -> int:
@@ -93,11 +129,8 @@ def _checked(format: BlockFormat, tier: int | None) -> int:
 
 
 @cache
-def _function(name: str, R: int, tier: int) -> CFunction:
-    function = _PORTABLE_KERNELS[name](np.int64(R))  # a numpy integer is no literal type: loops compile once for all R
-    # One cache index a kernel: variants that share one could take each other's file when two processes compile at once.
-    function.py_func.__qualname__ = f"{name}_r{R}_t{tier}"
-    return function
+def _function(format: BlockFormat, R: int, tier: int) -> CFunction:
+    return _entry(format, tier)[0](R)
 
 
 def kernel_function(format: BlockFormat, R: int, tier: int | None = None) -> CFunction:
@@ -105,7 +138,7 @@ def kernel_function(format: BlockFormat, R: int, tier: int | None = None) -> CFu
     tier = _checked(format, tier)
     if not 1 <= R <= MOST_ROWS:
         raise BadArgument("a kernel takes 1 to 4 rows", found=R, advice="run more rows as 4 and the rest")
-    return _function(format.name, R, tier)
+    return _function(format, R, tier)
 
 
 def kernel(format: BlockFormat, R: int, tier: int | None = None) -> int:
@@ -115,8 +148,7 @@ def kernel(format: BlockFormat, R: int, tier: int | None = None) -> int:
 
 def layout_of(format: BlockFormat, tier: int | None = None) -> ActivationLayout:
     """The activation records that kernels of (format, tier) read."""
-    _checked(format, tier)
-    return _LAYOUTS[format.activation]
+    return _entry(format, _checked(format, tier))[1]
 
 
 def swiglu_address() -> int:

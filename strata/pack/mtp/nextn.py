@@ -59,7 +59,7 @@ def read_nextn(gguf: GgufFile, model: DraftShape, source: str) -> dict[str, Held
     for name, t in found.items():
         raw = gguf.raw(t.name).reshape(t.rows, t.row_bytes)
         if name in ("fc_embedding", "fc_hidden"):
-            out.append(_half(name, t, raw, shape.D))
+            out.append(half(name, t, raw, shape.D))
         elif merged and name in EXPERTS[:2]:
             halves = raw.reshape(shape.E, 2, shape.F * t.row_bytes)
             data = np.ascontiguousarray(halves[:, EXPERTS.index(name)])
@@ -69,7 +69,7 @@ def read_nextn(gguf: GgufFile, model: DraftShape, source: str) -> dict[str, Held
     return {t.name: t for t in out}
 
 
-def _half(name: str, t: TensorInfo, raw: np.ndarray, D: int) -> HeldTensor:
+def half(name: str, t: TensorInfo, raw: np.ndarray, D: int) -> HeldTensor:
     """The embedding's or the hidden half of every row of eh_proj; in place where blocks end at the border."""
     first = 0 if name == "fc_embedding" else 1
     if D % t.format.block_values == 0:

@@ -1,0 +1,239 @@
+"""From .cu to cubin with NVRTC, for any architecture and without a GPU; run time and CI use the same function.
+
+    python -m strata.gpu.compile --all          every kernel for every architecture; fails on spills
+    python -m strata.gpu.compile --arch 90      the same for one architecture
+
+A cubin is kept on disk under a hash of everything it depends on: the text with all its includes, kernels, architecture,
+options and the version of NVRTC. CuPy's own compiler asks for a device; its low-level binding, used here, does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from strata.base.errors import StrataError
+from strata.gpu.launch import FOLDER, Source, all_sources
+
+ARCHS = (75, 80, 86, 89, 90, 120)
+"""Architectures that CI compiles for: Turing, Ampere (two), Ada, Hopper, Blackwell."""
+
+OPTIONS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true", "--ptxas-options=-v")
+"""No contraction, no flush to zero. Operations whose rounding matters are explicit PTX besides (exact.cuh)."""
+
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What ptxas reports for one kernel, by lowered name."""
+
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class Binary:
+    """One compiled source: cubin bytes, name expression -> symbol in it, ptxas log."""
+
+    cubin: bytes
+    lowered: dict[str, str]
+    log: str
+
+    @property
+    def usage(self) -> dict[str, Usage]:
+        """Name expression -> Usage."""
+        by_symbol = _read_log(self.log)
+        return {name: by_symbol[symbol] for name, symbol in self.lowered.items()}
+
+
+def headers_of(path: Path) -> dict[str, str]:
+    """Name as included -> text of every header below strata/gpu that a file includes, directly or not.
+
+    Names in quotes are paths from strata/gpu, whoever includes them.
+    """
+    found: dict[str, str] = {}
+    waiting = _INCLUDE.findall(path.read_text(encoding="utf-8"))
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found[name] = (FOLDER / name).read_text(encoding="utf-8")
+            waiting += _INCLUDE.findall(found[name])
+    return dict(sorted(found.items()))
+
+
+def cache_folder() -> Path:
+    """Where cubins are kept: STRATA_CACHE/cubin, else ~/.cache/strata/cubin."""
+    base = os.environ.get("STRATA_CACHE")
+    return (Path(base) if base else Path.home() / ".cache" / "strata") / "cubin"
+
+
+@cache
+def _nvrtc():
+    """CuPy's binding of NVRTC; StrataError with the packages to install where it is missing."""
+    try:
+        from cupy.cuda import nvrtc
+
+        nvrtc.getVersion()
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        raise StrataError(
+            "CUDA kernels cannot be compiled here",
+            found=f"{type(error).__name__}: {error}",
+            needed="CuPy and NVRTC",
+            advice="pip install 'strata[cuda12]' or 'strata[cuda13]', after the CUDA version of the driver.",
+        ) from error
+    return nvrtc
+
+
+@cache
+def nvrtc_version() -> tuple[int, int]:
+    major, minor = _nvrtc().getVersion()
+    return int(major), int(minor)
+
+
+def _key(text: str, headers: dict[str, str], source: Source, arch: int, options: tuple[str, ...]) -> str:
+    parts = [text, headers, source.instances, arch, options, nvrtc_version()]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def compile_source(source: Source, arch: int, *, use_cache: bool = True, options: tuple[str, ...] = OPTIONS) -> Binary:
+    """Compile all instances of a source for sm_`arch`, or take them from the disk cache.
+
+    StrataError with the compiler's log if it does not compile. Needs NVRTC (through CuPy), no GPU.
+    """
+    text, headers = source.path.read_text(encoding="utf-8"), headers_of(source.path)
+    place = cache_folder() / _key(text, headers, source, arch, options)
+    if use_cache:
+        kept = _read(place)
+        if kept is not None:
+            return kept
+    binary = _compile(source, text, headers, arch, options)
+    if use_cache:
+        _write(place, binary)
+    return binary
+
+
+def _compile(source: Source, text: str, headers: dict[str, str], arch: int, options: tuple[str, ...]) -> Binary:
+    nvrtc = _nvrtc()
+    texts, names = (tuple(s.encode() for s in side) for side in (headers.values(), headers))
+    program = nvrtc.createProgram(text, source.file, texts, names)
+    try:
+        for name in source.instances:
+            nvrtc.addNameExpression(program, name)
+        try:
+            nvrtc.compileProgram(program, (f"-arch=sm_{arch}", *options))
+        except nvrtc.NVRTCError as error:
+            log = nvrtc.getProgramLog(program)
+            raise StrataError(f"{source.file} does not compile for sm_{arch}", found=log or str(error)) from error
+        lowered = {name: _text(nvrtc.getLoweredName(program, name)) for name in source.instances}
+        return Binary(nvrtc.getCUBIN(program), lowered, nvrtc.getProgramLog(program))
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def _text(name: str | bytes) -> str:
+    return name.decode() if isinstance(name, bytes) else name
+
+
+def _read(place: Path) -> Binary | None:
+    """A kept binary. Its description is written last, so a cubin without one does not count."""
+    try:
+        note = json.loads(place.with_suffix(".json").read_text(encoding="utf-8"))
+        cubin = place.with_suffix(".cubin").read_bytes()
+    except (OSError, ValueError):
+        return None
+    if hashlib.sha256(cubin).hexdigest() != note["sha256"]:
+        return None
+    return Binary(cubin, note["lowered"], note["log"])
+
+
+def _write(place: Path, binary: Binary) -> None:
+    """Keep a binary; a folder that cannot be written only costs the next start its time."""
+    note = {"sha256": hashlib.sha256(binary.cubin).hexdigest(), "lowered": binary.lowered, "log": binary.log}
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        for suffix, data in ((".cubin", binary.cubin), (".json", json.dumps(note).encode())):
+            part = place.with_suffix(f"{suffix}.{os.getpid()}")
+            part.write_bytes(data)
+            os.replace(part, place.with_suffix(suffix))
+    except OSError as error:
+        print(f"strata: kernels are not kept on disk: {error}", file=sys.stderr)
+
+
+_ENTRY = re.compile(r"Compiling entry function '([^']+)'(.*?)(?=Compiling entry function|\Z)", re.DOTALL)
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    return int(found[1]) if found else 0
+
+
+def _read_log(log: str) -> dict[str, Usage]:
+    return {
+        symbol: Usage(
+            registers=_number(r"Used (\d+) registers", text),
+            spill_bytes=_number(r"(\d+) bytes spill stores", text) + _number(r"(\d+) bytes spill loads", text),
+            stack_bytes=_number(r"(\d+) bytes stack frame", text),
+            shared_bytes=_number(r"(\d+) bytes smem", text),
+        )
+        for symbol, text in _ENTRY.findall(log)
+    }
+
+
+# ---- the check that CI runs
+
+
+def _check(job: tuple[Source, int, bool]) -> tuple[str, int, float, dict[str, Usage]]:
+    source, arch, use_cache = job
+    start = time.monotonic()
+    binary = compile_source(source, arch, use_cache=use_cache)
+    return source.file, arch, time.monotonic() - start, binary.usage
+
+
+def check_all(archs: tuple[int, ...], processes: int, verbose: bool, use_cache: bool = False) -> int:
+    """Compile every source for every architecture in parallel; prints a line each. Returns how many kernels spill."""
+    jobs = [(source, arch, use_cache) for source in all_sources() for arch in archs]
+    spilling, kernels, start = 0, 0, time.monotonic()
+    with ProcessPoolExecutor(processes) as pool:
+        for file, arch, seconds, usage in pool.map(_check, jobs):
+            most = max(u.registers for u in usage.values())
+            print(f"sm_{arch:<4} {file:<28} {len(usage):>4} kernels, at most {most:>3} registers, {seconds:.1f} s")
+            kernels += len(usage)
+            for name, u in usage.items():
+                # A stack frame without spills is an array indexed at run time: as slow, and as avoidable.
+                bad = u.spill_bytes > 0 or u.stack_bytes > 0
+                spilling += bad
+                if bad or verbose:
+                    note = f"{u.spill_bytes} bytes spilled, {u.stack_bytes} bytes of stack" if bad else "no spills"
+                    print(f"    {name:<40} {u.registers:>3} registers, {u.shared_bytes} bytes shared, {note}")
+    print(f"{kernels} kernels of {len(jobs)} cubins in {time.monotonic() - start:.1f} s, {spilling} spill")
+    return spilling
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m strata.gpu.compile", description="Compile every CUDA kernel.")
+    parser.add_argument("--all", action="store_true", help="for " + ", ".join(f"sm_{a}" for a in ARCHS))
+    parser.add_argument("--arch", type=int, action="append", default=[], help="for sm_ARCH; may be repeated")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--verbose", action="store_true", help="registers of every kernel")
+    parser.add_argument("--cache", action="store_true", help="take from and fill the disk cache")
+    options = parser.parse_args(arguments)
+    archs = ARCHS if options.all else tuple(options.arch)
+    if not archs:
+        parser.error("--all or --arch")
+    return 1 if check_all(archs, options.processes, options.verbose, options.cache) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

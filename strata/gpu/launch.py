@@ -1,0 +1,89 @@
+"""The records between launchers and whoever runs them: a graph on the device, or g++ code on the CPU in tests.
+
+A launcher checks shapes and returns `Launch` records; it touches no device. Arguments are numpy scalars, so their sizes
+are known: addresses np.uint64, counts np.int32 or np.int64, numbers np.float32.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from strata.base.errors import BadArgument, need
+
+FOLDER = Path(__file__).resolve().parent
+WARP = 32
+
+
+@dataclass(frozen=True)
+class Source:
+    """A .cu file and the kernels it is compiled for.
+
+    file       path below strata/gpu
+    instances  name expressions as the compiler takes them: "router", "gemv<4, 1>"
+    """
+
+    file: str
+    instances: tuple[str, ...]
+
+    @property
+    def path(self) -> Path:
+        return FOLDER / self.file
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch. grid and block count blocks and threads; shared_bytes is dynamic shared memory."""
+
+    source: Source
+    kernel: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    args: tuple[np.generic, ...]
+    shared_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        need(self.kernel in self.source.instances, f"{self.source.file} has no instance {self.kernel}",
+             needed="one of " + ", ".join(self.source.instances))  # fmt: skip
+        need(len(self.grid) == 3 and min(self.grid) > 0, f"grid of {self.kernel}", found=self.grid, needed="3 x >= 1")
+        threads = int(np.prod(self.block))
+        need(0 < threads <= 1024, f"threads of a block of {self.kernel}", found=threads, needed="1..1024")
+        for i, a in enumerate(self.args):
+            if type(a) not in (np.uint64, np.int32, np.int64, np.float32):
+                raise BadArgument(f"argument {i} of {self.kernel}", found=type(a).__name__, needed="a numpy scalar")
+
+
+def launch(
+    source: Source,
+    kernel: str,
+    grid: int | tuple[int, ...],
+    threads: int,
+    *args: np.generic,
+    shared_bytes: int = 0,
+) -> Launch:
+    """A Launch with one-dimensional blocks; missing grid axes are 1."""
+    g = (grid,) if isinstance(grid, int) else tuple(grid)
+    return Launch(source, kernel, (*g, *(1,) * (3 - len(g))), (threads, 1, 1), args, shared_bytes)
+
+
+def pointer(address: int) -> np.uint64:
+    """An address as a kernel argument; 0 is the null pointer."""
+    return np.uint64(address)
+
+
+i32, i64, f32 = np.int32, np.int64, np.float32
+
+
+def all_sources() -> tuple[Source, ...]:
+    """Every `Source` that a module of this package defines, by file."""
+    found: dict[str, Source] = {}
+    package = __name__.rpartition(".")[0]
+    for info in pkgutil.walk_packages([str(FOLDER)], package + "."):
+        for value in vars(importlib.import_module(info.name)).values():
+            if isinstance(value, Source):
+                need(found.setdefault(value.file, value) == value, f"two lists of instances for {value.file}")
+    return tuple(found[name] for name in sorted(found))

@@ -1,0 +1,21 @@
+"""Router: ids and weights of the K experts of every row."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from strata.base.errors import need
+from strata.gpu.launch import Launch, Source, f32, i32, launch, pointer
+
+SOURCE = Source("router.cu", ("router",))
+MOST_EXPERTS = 128
+"""Most experts a row may choose."""
+
+
+def router(
+    logits: int, ids: int, weights: int, T: int, E: int, K: int, scale: float, error: int, where: np.uint64
+) -> list[Launch]:
+    """logits (T, E) float32 -> ids (T, K) int32 by descending logit and weights (T, K) float32. Addresses."""
+    need(1 <= K <= min(E, MOST_EXPERTS), "experts of a row", found=K, needed=f"1..{min(E, MOST_EXPERTS)}")
+    args = (pointer(logits), pointer(ids), pointer(weights), i32(E), i32(K), f32(scale), pointer(error), where)
+    return [launch(SOURCE, "router", T, 256, *args)]

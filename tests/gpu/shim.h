@@ -1,0 +1,362 @@
+// CUDA on the CPU, for tests: every thread of a block is a fiber, blocks run one after the other.
+//
+// Barriers and warp exchanges switch fibers; a warp exchange returns when all lanes of its mask have arrived. Lanes that
+// wait for ever (a barrier that others skip, an exchange without a lane) end the launch with a message. Shared memory
+// is static: one block runs at a time. The order of warps and lanes can be reversed, which makes most missing barriers
+// visible. Bytes of dynamic shared memory are poisoned before each block and guarded at the end.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#define STRATA_ON_CPU
+#define __device__
+#define __global__ static
+#define __forceinline__ inline
+#define __restrict__
+#define __shared__ alignas(16) static
+#define __constant__ static const
+#define __launch_bounds__(...)
+#define __align__(n) alignas(n)
+
+struct uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct int2 { int x, y; };
+struct alignas(16) int4 { int x, y, z, w; };
+struct float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+static inline float2 make_float2(float x, float y) { return {x, y}; }
+static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+static inline int2 make_int2(int x, int y) { return {x, y}; }
+static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+namespace shim {
+
+struct dim3_ { int x, y, z; };
+
+enum Wait { RUN, WARP, BLOCK, DONE };
+
+struct Fiber {
+    void *sp = nullptr;
+    Wait wait = RUN;
+    unsigned mask = 0, ballot = 0;
+    int source = 0;
+    uint64_t give = 0, received = 0;
+    dim3_ thread{};
+    int lane = 0, warp = 0;
+};
+
+static const int STACK = 128 << 10;
+static std::vector<Fiber> fibers;
+static char *stacks = nullptr;
+static size_t stack_count = 0;
+static Fiber *now = nullptr;
+static void *scheduler_sp = nullptr;
+static dim3_ block_index, block_size, grid_size;
+static bool reversed = false;
+static char message[512];
+
+#if defined(__x86_64__)
+// Saves callee-saved registers on the stack, swaps stack pointers, restores.
+extern "C" void shim_switch(void **from, void *to);
+asm(".text\n.globl shim_switch\n.hidden shim_switch\n.type shim_switch,@function\nshim_switch:\n"
+    "push %rbp\npush %rbx\npush %r12\npush %r13\npush %r14\npush %r15\n"
+    "mov %rsp,(%rdi)\nmov %rsi,%rsp\n"
+    "pop %r15\npop %r14\npop %r13\npop %r12\npop %rbx\npop %rbp\nret\n.size shim_switch,.-shim_switch\n");
+static const int SAVED = 6;
+#elif defined(__aarch64__)
+extern "C" void shim_switch(void **from, void *to);
+asm(".text\n.globl shim_switch\n.hidden shim_switch\n.type shim_switch,%function\nshim_switch:\n"
+    "sub sp,sp,#176\nstp x19,x20,[sp]\nstp x21,x22,[sp,#16]\nstp x23,x24,[sp,#32]\nstp x25,x26,[sp,#48]\n"
+    "stp x27,x28,[sp,#64]\nstp x29,x30,[sp,#80]\nstp d8,d9,[sp,#96]\nstp d10,d11,[sp,#112]\nstp d12,d13,[sp,#128]\n"
+    "stp d14,d15,[sp,#144]\nmov x9,sp\nstr x9,[x0]\nmov sp,x1\n"
+    "ldp x19,x20,[sp]\nldp x21,x22,[sp,#16]\nldp x23,x24,[sp,#32]\nldp x25,x26,[sp,#48]\nldp x27,x28,[sp,#64]\n"
+    "ldp x29,x30,[sp,#80]\nldp d8,d9,[sp,#96]\nldp d10,d11,[sp,#112]\nldp d12,d13,[sp,#128]\nldp d14,d15,[sp,#144]\n"
+    "add sp,sp,#176\nret\n.size shim_switch,.-shim_switch\n");
+#else
+#error "the fibers know x86-64 and aarch64 only"
+#endif
+
+static void (*body)(void *) = nullptr;
+static void *body_data = nullptr;
+
+static void yield(Wait why) {
+    now->wait = why;
+    shim_switch(&now->sp, scheduler_sp);
+}
+
+static void enter() {
+    body(body_data);
+    yield(DONE);
+    abort();
+}
+
+static void prepare(Fiber &f, char *stack) {
+    char *top = stack + STACK;
+    top -= (uintptr_t)top % 16;
+#if defined(__x86_64__)
+    void **sp = (void **)top;
+    *--sp = nullptr;          // keeps the stack as a call would leave it
+    *--sp = (void *)enter;
+    for (int i = 0; i < SAVED; i++) *--sp = nullptr;
+    f.sp = sp;
+#else
+    char *sp = top - 176;
+    memset(sp, 0, 176);
+    ((void **)sp)[11] = (void *)enter;
+    f.sp = sp;
+#endif
+    f.wait = RUN;
+}
+
+static const size_t GUARD = 256;
+static std::vector<unsigned char> dynamic;
+static size_t dynamic_bytes = 0;
+static unsigned char *dynamic_start() {
+    unsigned char *p = dynamic.data();
+    return p + (-(uintptr_t)p & 15);
+}
+
+static bool stuck(const char *what) {
+    int waits[4] = {0, 0, 0, 0};
+    for (Fiber &f : fibers) waits[f.wait]++;
+    snprintf(message, sizeof message, "block (%d, %d, %d): %s; %d threads at a warp exchange, %d at a barrier, %d ended",
+             block_index.x, block_index.y, block_index.z, what, waits[WARP], waits[BLOCK], waits[DONE]);
+    return false;
+}
+
+// Runs the lanes of one warp until all of them wait for the block or ended; false if they wait for each other.
+static bool run_warp(int first, int last) {
+    for (;;) {
+        bool ran = false;
+        for (int k = first; k < last; k++) {
+            int i = reversed ? first + last - 1 - k : k;
+            if (fibers[i].wait != RUN) continue;
+            now = &fibers[i];
+            shim_switch(&scheduler_sp, now->sp);
+            ran = true;
+        }
+        for (int i = first; i < last; i++) {
+            if (fibers[i].wait != WARP) continue;
+            unsigned mask = fibers[i].mask;
+            bool all = true;
+            for (int l = 0; l < 32 && all; l++)
+                if (mask >> l & 1) all = first + l < last && fibers[first + l].wait == WARP && fibers[first + l].mask == mask;
+            if (!all) continue;
+            unsigned ballot = 0;
+            for (int l = 0; l < 32; l++)
+                if (mask >> l & 1) ballot |= (unsigned)(fibers[first + l].give & 1) << l;
+            for (int l = 0; l < 32; l++) {
+                if (!(mask >> l & 1)) continue;
+                Fiber &f = fibers[first + l];
+                f.received = mask >> f.source & 1 ? fibers[first + f.source].give : f.give;
+                f.ballot = ballot;
+                f.wait = RUN;
+            }
+            ran = true;
+        }
+        if (ran) continue;
+        for (int i = first; i < last; i++)
+            if (fibers[i].wait == WARP) return stuck("lanes of a warp exchange are missing");
+        return true;
+    }
+}
+
+static bool run_block() {
+    int n = (int)fibers.size(), warps = (n + 31) / 32;
+    for (;;) {
+        for (int k = 0; k < warps; k++) {
+            int w = reversed ? warps - 1 - k : k;
+            if (!run_warp(32 * w, 32 * w + 32 < n ? 32 * w + 32 : n)) return false;
+        }
+        int at_barrier = 0, ended = 0;
+        for (Fiber &f : fibers) { at_barrier += f.wait == BLOCK; ended += f.wait == DONE; }
+        if (ended == n) return true;
+        if (at_barrier + ended != n) return stuck("threads neither wait nor end");
+        for (Fiber &f : fibers)
+            if (f.wait == BLOCK) f.wait = RUN;
+    }
+}
+
+static bool run_grid(const int *grid, const int *block, int shared_bytes, bool reverse, void (*f)(void *), void *data) {
+    int n = block[0] * block[1] * block[2];
+    if (stack_count < (size_t)n) {
+        free(stacks);
+        stacks = (char *)aligned_alloc(4096, (size_t)n * STACK);
+        stack_count = n;
+    }
+    fibers.assign(n, Fiber());
+    dynamic_bytes = shared_bytes;
+    dynamic.assign(shared_bytes + GUARD + 16, 0);
+    reversed = reverse;
+    body = f;
+    body_data = data;
+    grid_size = {grid[0], grid[1], grid[2]};
+    block_size = {block[0], block[1], block[2]};
+    message[0] = 0;
+    long blocks = (long)grid[0] * grid[1] * grid[2];
+    for (long k = 0; k < blocks; k++) {
+        long b = reverse ? blocks - 1 - k : k;
+        block_index = {(int)(b % grid[0]), (int)(b / grid[0] % grid[1]), (int)(b / grid[0] / grid[1])};
+        memset(dynamic.data(), 0xA5, dynamic.size());
+        for (int i = 0; i < n; i++) {
+            fibers[i].thread = {i % block[0], i / block[0] % block[1], i / block[0] / block[1]};
+            fibers[i].lane = i & 31;
+            fibers[i].warp = i / 32;
+            prepare(fibers[i], stacks + (size_t)i * STACK);
+        }
+        if (!run_block()) return false;
+        for (size_t i = 0; i < GUARD; i++)
+            if (dynamic_start()[dynamic_bytes + i] != 0xA5 && dynamic_start() + dynamic_bytes + i < dynamic.data() + dynamic.size())
+                return stuck("written behind the dynamic shared memory");
+    }
+    return true;
+}
+
+template <class... A, size_t... I>
+static void call(void (*f)(A...), void **args, std::index_sequence<I...>) { f(*(A *)args[I]...); }
+
+template <class... A>
+struct Job { void (*f)(A...); void **args; };
+
+template <class... A>
+static bool launch(void (*f)(A...), void **args, const int *grid, const int *block, int shared_bytes, bool reverse) {
+    Job<A...> job{f, args};
+    return run_grid(grid, block, shared_bytes, reverse, [](void *p) {
+        auto *j = (Job<A...> *)p;
+        call(j->f, j->args, std::index_sequence_for<A...>());
+    }, &job);
+}
+
+template <class... A>
+static int sizes(void (*)(A...), int *out) {
+    int n = 0;
+    ((out[n++] = (int)sizeof(A)), ...);
+    return n;
+}
+
+template <class T>
+static T exchange(unsigned mask, T value, int source) {
+    static_assert(sizeof(T) <= 8, "a warp exchange moves at most 8 bytes");
+    now->give = 0;
+    memcpy(&now->give, &value, sizeof(T));
+    now->mask = mask;
+    now->source = source & 31;
+    yield(WARP);
+    memcpy(&value, &now->received, sizeof(T));
+    return value;
+}
+
+}  // namespace shim
+
+#define threadIdx (shim::now->thread)
+#define blockIdx (shim::block_index)
+#define blockDim (shim::block_size)
+#define gridDim (shim::grid_size)
+#define DYNAMIC_SHARED(name) unsigned char *name = shim::dynamic_start()
+
+static inline void __syncthreads() { shim::yield(shim::BLOCK); }
+static inline void __syncwarp(unsigned mask = 0xffffffffu) { shim::exchange(mask, 0, 0); }
+static inline void __threadfence() {}
+static inline void __threadfence_system() {}
+template <class T> static inline T __shfl_xor_sync(unsigned m, T v, int x) { return shim::exchange(m, v, shim::now->lane ^ x); }
+template <class T> static inline T __shfl_sync(unsigned m, T v, int l) { return shim::exchange(m, v, l & 31); }
+template <class T> static inline T __shfl_down_sync(unsigned m, T v, int d) {
+    int l = shim::now->lane + d;
+    return shim::exchange(m, v, l < 32 ? l : shim::now->lane);
+}
+template <class T> static inline T __shfl_up_sync(unsigned m, T v, int d) {
+    int l = shim::now->lane - d;
+    return shim::exchange(m, v, l >= 0 ? l : shim::now->lane);
+}
+static inline unsigned __ballot_sync(unsigned mask, int p) {
+    shim::exchange(mask, (uint64_t)(p != 0), shim::now->lane);
+    return shim::now->ballot;
+}
+static inline int __all_sync(unsigned mask, int p) { return __ballot_sync(mask, p) == mask; }
+static inline int __any_sync(unsigned mask, int p) { return __ballot_sync(mask, p) != 0; }
+// Blocks and fibers run one at a time: plain reads and writes are atomic.
+template <class T, class U> static inline T atomicAdd(T *p, U v) { T old = *p; *p = (T)(old + (T)v); return old; }
+template <class T, class U> static inline T atomicMax(T *p, U v) { T old = *p; if ((T)v > old) *p = (T)v; return old; }
+template <class T, class U> static inline T atomicMin(T *p, U v) { T old = *p; if ((T)v < old) *p = (T)v; return old; }
+template <class T, class U> static inline T atomicOr(T *p, U v) { T old = *p; *p = old | (T)v; return old; }
+template <class T, class U> static inline T atomicExch(T *p, U v) { T old = *p; *p = (T)v; return old; }
+template <class T, class U, class W> static inline T atomicCAS(T *p, U c, W v) { T old = *p; if (old == (T)c) *p = (T)v; return old; }
+static inline void atomic_min(unsigned long long *p, unsigned long long v) { atomicMin(p, v); }
+
+template <class T> static inline T __ldg(const T *p) { return *p; }
+template <class T> static inline T load_once(const T *p) { return *p; }
+static inline long long load_acquire(const long long *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+static inline unsigned long long clock_ns() { static unsigned long long t = 0; return t += 1000; }
+
+static inline int __popc(unsigned x) { return __builtin_popcount(x); }
+static inline int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
+static inline int __ffs(int x) { return __builtin_ffs(x); }
+static inline unsigned __funnelshift_r(unsigned lo, unsigned hi, int s) { return (unsigned)((((uint64_t)hi << 32) | lo) >> (s & 31)); }
+static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned s) {
+    uint64_t v = ((uint64_t)b << 32) | a;
+    unsigned r = 0;
+    for (int i = 0; i < 4; i++) {
+        unsigned code = s >> (4 * i) & 15, byte = (unsigned)(v >> (8 * (code & 7))) & 255;
+        r |= (code & 8 ? (byte & 128 ? 255u : 0u) : byte) << (8 * i);
+    }
+    return r;
+}
+template <class T> static inline T min(T a, T b) { return b < a ? b : a; }
+template <class T> static inline T max(T a, T b) { return a < b ? b : a; }
+
+// The primitives of exact.cuh. Compile with -ffp-contract=off.
+static inline unsigned bits_of(float f) { unsigned u; memcpy(&u, &f, 4); return u; }
+static inline float float_of(unsigned u) { float f; memcpy(&f, &u, 4); return f; }
+static inline long long bits_of64(double f) { long long u; memcpy(&u, &f, 8); return u; }
+static inline double double_of(long long u) { double f; memcpy(&f, &u, 8); return f; }
+static inline unsigned __float_as_uint(float f) { return bits_of(f); }
+static inline float __uint_as_float(unsigned u) { return float_of(u); }
+static inline int __float_as_int(float f) { return (int)bits_of(f); }
+static inline float __int_as_float(int u) { return float_of((unsigned)u); }
+static inline float add32(float a, float b) { return a + b; }
+static inline float sub32(float a, float b) { return a - b; }
+static inline float mul32(float a, float b) { return a * b; }
+static inline float div32(float a, float b) { return a / b; }
+static inline float sqrt32(float a) { return std::sqrt(a); }
+static inline float fma32(float a, float b, float c) { return std::fma(a, b, c); }
+static inline float rint32(float a) { return std::rint(a); }
+// As the device converts: NaN to 0, out of range to the nearest end.
+static inline int rint_i32(float a) {
+    if (a != a) return 0;
+    float r = std::rint(a);
+    return r >= 2147483648.f ? INT32_MAX : r < -2147483648.f ? INT32_MIN : (int)r;
+}
+static inline long long rint_i64(float a) {
+    if (a != a) return 0;
+    float r = std::rint(a);
+    return r >= 9223372036854775808.f ? INT64_MAX : r < -9223372036854775808.f ? INT64_MIN : (long long)r;
+}
+static inline float i32_f32(int a) { return (float)a; }
+static inline float i64_f32(long long a) { return (float)a; }
+static inline float half_f32(unsigned short h) {
+    unsigned m = (unsigned)(h & 0x7fff) << 13;
+    float v = m >= 0x0f800000u ? float_of(m | 0x7f800000u) : float_of(m) * 5192296858534827628530496329220096.f;
+    return h & 0x8000 ? -v : v;
+}
+static inline unsigned short f32_half(float a) {
+    unsigned u = bits_of(a), sign = u >> 16 & 0x8000, m = u & 0x7fffffff;
+    if (m > 0x7f800000u) return 0x7fff;
+    if (m >= 0x477ff000u) return (unsigned short)(sign | 0x7c00);
+    if (m < 0x38800000u) return (unsigned short)(sign | (bits_of(float_of(m) + 0.5f) - 0x3f000000u));
+    return (unsigned short)(sign | (m - 0x38000000u + 0xfffu + (m >> 13 & 1)) >> 13);
+}
+static inline double add64(double a, double b) { return a + b; }
+static inline double mul64(double a, double b) { return a * b; }
+static inline double div64(double a, double b) { return a / b; }
+static inline double fma64(double a, double b, double c) { return std::fma(a, b, c); }
+static inline int dot4(unsigned a, unsigned b, int c) {
+    for (int i = 0; i < 4; i++) c += (int)(signed char)(a >> (8 * i)) * (int)(signed char)(b >> (8 * i));
+    return c;
+}
