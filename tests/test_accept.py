@@ -78,7 +78,7 @@ def test_rows_and_drafts_must_fit():
 
 P_IDS, P = np.array([7, 2, 9, 4, 1, 8], np.int32), np.array([0.35, 0.25, 0.2, 0.1, 0.06, 0.04])
 Q_IDS, Q = np.array([2, 3, 7, 9], np.int32), np.array([0.5, 0.2, 0.2, 0.1])
-N = 60_000
+N = 30_000
 
 
 def rejection_counts(rule, drafts, q_ids, q_probs):

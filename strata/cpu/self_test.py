@@ -66,6 +66,7 @@ def random_blocks(format: BlockFormat, rng: np.random.Generator) -> np.ndarray:
         raw[0, :, 0], raw[1, :, 0] = 120, rng.integers(0, 2, blocks)
     if format.name == "NVFP4":
         raw[..., :4] &= 0x7F
+        raw[1, :, :4] = 1
     if format.name == "IQ1_M":  # the scale's four nibbles are the top ones of bytes 49, 51, 53 and 55, lowest first
         raw[0, :, 55] &= 0x3F
         raw[1, :, 49:56:2] &= 0x0F
@@ -78,7 +79,7 @@ def check_format(format: BlockFormat, tier: int | None = None) -> None:
     rng = np.random.default_rng(format.ggml_id)
     raw = random_blocks(format, rng)
     x = rng.standard_normal((MOST_ROWS, VALUES)).astype(np.float32)
-    x[1] *= np.float32(2.0**-60)
+    x[1] *= np.float32(2.0**-108)  # just above what quantises to zero
     x[2, ::7] = 0
     layout = layout_of(format, tier)
     if layout.group:
