@@ -29,7 +29,7 @@ def test_rows_reach_subnormal_products():
         values = format.dequantise(self_test.random_blocks(format, np.random.default_rng(format.ggml_id)))
         assert np.isfinite(values).all(), name
         tiny = np.abs(values[1])
-        assert 0 < tiny[tiny > 0].min() * x_scale < (2.0**-126 if name != "NVFP4" else 2.0**-118), name
+        assert 0 < float(tiny[tiny > 0].min()) * x_scale < (2.0**-126 if name != "NVFP4" else 2.0**-118), name
 
 
 def test_a_wrong_kernel_is_named(monkeypatch):
