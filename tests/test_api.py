@@ -83,7 +83,7 @@ def test_the_context_by_default_and_beyond_the_trained_one(path, caplog):
     with strata.load(Path(path), context=2000, kv="int8") as model:
         assert model.context == 2000
         assert model.kv == "int8"
-        assert any("trained context of 1024" in r.message for r in caplog.records)
+        assert any("context 2,000 is beyond the 1,024" in r.message for r in caplog.records)
         assert len(model.generate(np.resize(TOKENS, 1500), max_tokens=2, ignore_eos=True).tokens) == 2
 
 
@@ -137,7 +137,7 @@ def test_an_argument_like_nothing_lists_all(model):
 
 
 def test_aliases(model):
-    how = {"ignore_eos": True, "logit_bias": {7: 6.0}}
+    how = {"ignore_eos": True, "penalty_last_n": 4096}
     a = model.generate(TOKENS, max_new_tokens=7, repeat_penalty=50, **how)
     b = model.generate(TOKENS, max_tokens=7, repetition_penalty=50, **how)
     assert a.tokens == b.tokens

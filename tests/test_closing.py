@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -203,3 +204,18 @@ def test_an_interrupt_anywhere_in_the_backend(model, expected, monkeypatch, wher
         answer = s.generate(longer, **GREEDY)
         assert answer.usage.reused_tokens == len(held)
         assert answer.tokens == expected(longer)
+
+
+def test_a_forgotten_model_is_collected(path):
+    """Nobody closes it: its threads stop all the same, and its memory goes."""
+    before = threading.active_count()
+    model = strata.load(path, context=CONTEXT, sessions=2, threads=3)
+    model.generate(PROMPT[:5], **GREEDY)
+    stream = model.session().stream(PROMPT[:5], **GREEDY)
+    next(stream)
+    state = weakref.ref(model._backend)
+    assert threading.active_count() == before + 2
+    del model, stream
+    gc.collect()
+    assert state() is None
+    assert threading.active_count() == before

@@ -312,3 +312,60 @@ def test_bias(random_model):
     with pytest.raises(strata.StrataError):
         random_model.generate(PROMPT, max_tokens=5, logit_bias=every)
     assert random_model.generate(PROMPT, max_tokens=1, ignore_eos=True).tokens == (free,)
+
+
+class Guesser:
+    """A drafter that knows the answer to PROMPT and is right, or wrong, or both, as the seeded coin falls."""
+
+    def __init__(self, answer, right: float):
+        self.answer, self.right, self.rng = answer, right, np.random.default_rng(1)
+
+    def propose(self, tokens, k):
+        coming = self.answer[len(tokens) - len(PROMPT) :][:k]
+        return [int(t) if self.rng.random() < self.right else int(self.rng.integers(300)) for t in coming]
+
+
+@pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("name", ["greedy", "temperature", "all", "greedy repetition", "everything"])
+def test_drafts_do_not_change_an_answer(folder, random_model, name, right):
+    """Tokens, logprobs, held tokens and the session's memory are those of one-token decoding."""
+    how = CHAINS[name] | {"seed": 3, "max_tokens": 30, "ignore_eos": True, "logprobs": True, "top_logprobs": 3}
+    random_model._default.clear()
+    plain = random_model.generate(PROMPT, **how)
+    drafter = Guesser(plain.tokens, right)
+    with strata.load(folder / "random.gguf", context=512, threads=2, draft=drafter) as model:
+        drafted = model.generate(PROMPT, **how)
+        assert drafted.tokens == plain.tokens
+        assert drafted.logprobs == plain.logprobs
+        assert drafted.text == plain.text
+        assert model._default._state.state.digest() == random_model._default._state.state.digest()
+        assert drafted.drafts["offered"] > 0
+        if right == 1.0:
+            assert drafted.drafts["accepted"] == drafted.drafts["offered"]
+            assert drafted.drafts["windows"] < 30
+        again = model.generate(np.concatenate([PROMPT, plain.tokens, [5]]), max_tokens=3, drafts=False)
+        assert again.usage.reused_tokens == len(PROMPT) + 29
+        assert again.drafts is None
+
+
+@pytest.mark.parametrize("right", [0.0, 1.0])
+def test_stops_inside_a_drafted_window(folder, right):
+    """A stop string or stop token in the middle of accepted drafts ends the answer there, and the session too."""
+    text = "abcdefghijklmnop"
+    with says(folder, text) as alone:
+        wanted = [alone.generate("a", **how) for how in ({}, {"stop": "fgh"}, {"max_tokens": 4})]
+
+    class Knows:
+        def propose(self, tokens, k):
+            last = bytes([tokens[-1]]).decode()
+            coming = [*text.encode(), 258, 258, 258, 258, 258, 258, 258][text.index(last) + 1 :] if last in text else []
+            return coming[:k] if right else [7] * k
+
+    with says(folder, text, draft=Knows()) as model:
+        for how, single in zip(({}, {"stop": "fgh"}, {"max_tokens": 4}), wanted, strict=True):
+            answer = model.generate("a", **how)
+            assert (answer.tokens, answer.text) == (single.tokens, single.text)
+            assert (answer.finish_reason, answer.stopped_on) == (single.finish_reason, single.stopped_on)
+            held = [ord("a"), *single.tokens]
+            assert model._default.tokens.tolist() == held[:-1]
+            model._default.clear()

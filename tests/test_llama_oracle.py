@@ -19,7 +19,8 @@ of 0.1 is what several such steps can add up to. Seen: 0.002, 0.004 and 0.033.""
 @pytest.fixture(scope="module")
 def both(tiny_path):
     pytest.importorskip("xllamacpp", reason="xllamacpp is not installed")
-    with LlamaOracle(tiny_path) as oracle, strata.load(tiny_path, context=1024, kv="f16") as model:
+    # one thread: its workers spin while they wait, and so do ours
+    with LlamaOracle(tiny_path, threads=1) as oracle, strata.load(tiny_path, context=1024, kv="f16") as model:
         yield oracle, model
 
 

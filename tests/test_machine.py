@@ -370,7 +370,9 @@ def _advice(m, **facts):
 def test_doctor_names_what_is_slow_and_what_to_do():
     good = Machine.describe(gpu="RTX 4090", ram_gib=64, cpu_tier="avx512")
     assert _advice(good) == {}
-    assert "experts on the CPU" in _advice(dataclasses.replace(good, cpu_tier="portable"))
+    assert "experts on the CPU" in _advice(dataclasses.replace(good, cpu_tier="portable", kernel_tier="portable"))
+    held = _advice(dataclasses.replace(good, kernel_tier="avx2"))
+    assert tiers.VARIABLE in held["everything on the CPU"].do
     assert "everything" in _advice(good, found={})
     assert "GPU start" in _advice(good, compiler=None)
     assert "n-gram rows" in _advice(good, times=("x", 900.0, 5000.0))

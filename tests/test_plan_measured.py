@@ -41,7 +41,7 @@ def wide(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("which", ["tiny", "wide"])
 def test_the_cpu_backend_takes_what_was_planned(which, context, kv, sessions, wide):
     path = TINY if which == "tiny" else wide
-    p = plan_file(path, machine=Machine.describe(ram_gib=64), context=context, kv=kv, sessions=sessions)
+    p = plan_file(path, machine=Machine.describe(ram_gib=64), context=context, kv=kv, sessions=sessions, checkpoints=0)
     backend = _backend(path, context, kv, threads=1)
     try:
         taken = backend.allocations([backend.new_state() for _ in range(sessions)])

@@ -64,6 +64,8 @@ class CpuBackend:
                 self._lower(program)
             self.memory.allocate()
             lowered = {id(p): self._lower(p) for p in programs.all()}
+            for lowering in lowered.values():
+                lowering.walk.freeze()  # nothing compiles after load
         except BaseException:
             self.pool.close()
             raise

@@ -13,7 +13,7 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 #define DEVICE __device__ __forceinline__
-#define KERNEL(threads) __global__ void __launch_bounds__(threads)
+#define KERNEL(threads) __global__ void __launch_bounds__(threads, 1)
 
 #ifndef STRATA_ON_CPU
 

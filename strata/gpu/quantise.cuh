@@ -55,3 +55,28 @@ DEVICE bool quantise_group(const float (&x)[V], i8 *codes, float *scale, int *su
     }
     return !bad;
 }
+
+// The same with one value a thread, for blocks of 256 threads that all take part: a warp is a group of 32, the block a
+// group of 256. i is the value's index in the (T, K) rows; the block's first one is a multiple of GROUP.
+template <int GROUP>
+DEVICE bool quantise_value(float x, size_t i, i8 *codes, float *scales, int *sums) {
+    __shared__ u32 tops[8];
+    int t = threadIdx.x, lane = t & 31;
+    u32 m = warp_max(bits_of(x) & 0x7fffffffu);
+    if (GROUP == 256) {
+        __syncthreads();  // the last use of tops is over
+        if (lane == 0) tops[t >> 5] = m;
+        __syncthreads();
+#pragma unroll
+        for (int w = 0; w < 8; w++) m = tops[w] > m ? tops[w] : m;
+    }
+    bool bad = m >= INF_BITS, live = !bad && m >= TINY_BITS;
+    float largest = float_of(live ? m : 0x3f800000u);
+    int code = live ? rint_i32(mul32(x, div32(127.f, largest))) : 0, sum = code;
+#pragma unroll
+    for (int half = 8; half; half >>= 1) sum += __shfl_xor_sync(ALL_LANES, sum, half);
+    codes[i] = (i8)code;
+    if ((t & 15) == 0) sums[i >> 4] = sum;
+    if ((GROUP == 256 ? t : lane) == 0) scales[i / GROUP] = live ? div32(largest, 127.f) : 0.f;
+    return !bad;
+}

@@ -39,6 +39,7 @@ DEVICE float warp_dot(int n, int lanes, X load_x, Y load_y) {
         v[j] = 0.f;
         int lane = 32 * j + t;
         if (lane < lanes)
+#pragma unroll 1
             for (int i = lane; i < n; i += lanes) v[j] = fma32(load_x(i), load_y(i), v[j]);
     }
     return warp_tree256(v);

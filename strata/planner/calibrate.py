@@ -1,4 +1,4 @@
-"""Rates of this machine's kernels, measured: what one core needs for products of each type, and its pace in other ops."""
+"""Rates of this machine's kernels, measured: one core in products of each type, and its pace in other ops."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from strata.planner.rates import CpuCosts
 
 NARROW, WIDE, PROBE_BYTES, PASSES, PASS_S = 256, 2560, 192 << 10, 7, 0.6e-3
 """A probe matrix lies in the second-level cache: what is measured is the kernel, not the memory."""
+
+STREAM_BYTES, STREAM_PASSES = 96 << 20, 3
+"""Beyond the caches: what is measured is the kernel while memory is read."""
 
 
 @njit(nogil=True)
@@ -44,10 +47,12 @@ def _yardstick(times, x, out):
 def measure_costs(types: Iterable[str]) -> CpuCosts:
     """Costs with the rates of this machine's kernels, for the given type names, and its pace in other ops.
 
-    Two widths give the cost of a row and that of its bytes. About 10 ms a type, and the kernels' compilation if they
-    are not in the cache. The calling thread's CPU time counts, so that other programs disturb little.
+    Two widths give the cost of a row and that of its bytes, in the cache; then the bytes are read from memory. About
+    50 ms a type, and the kernels' compilation if they are not in the cache. The calling thread's CPU time counts, so
+    that other programs disturb little.
     """
-    rates, rows = {}, {}
+    rates, rows, streams = {}, {}, {}
+    memory = np.ones(STREAM_BYTES, np.uint8)
     for name in types:
         form = by_name(name)
         narrow, wide = _row_ns(form, NARROW), _row_ns(form, WIDE)
@@ -55,7 +60,8 @@ def measure_costs(types: Iterable[str]) -> CpuCosts:
         ns_per_byte = max(wide - narrow, 1e-3) / more_bytes
         rates[name] = 1 / ns_per_byte
         rows[name] = max(narrow - form.row_bytes(NARROW) * ns_per_byte, 0.0)
-    return CpuCosts(kernel_tier(), rates, rows, pace=_pace())
+        streams[name] = _stream_gbps(form, memory, rows[name])
+    return CpuCosts(kernel_tier(), rates, rows, streams, pace=_pace())
 
 
 def types_of(m: ModelFacts) -> list[str]:
@@ -74,6 +80,22 @@ def _row_ns(form: BlockFormat, columns: int) -> float:
     start = -act.ctypes.data % 64
     arguments = (kernel(form, 1), w.ctypes.data, stride, rows, act.ctypes.data + start, columns, out.ctypes.data)
     return _seconds(_repeat, *arguments) / rows * 1e9
+
+
+def _stream_gbps(form: BlockFormat, memory: np.ndarray, row_ns: float) -> float:
+    """GB/s of one core that multiplies rows of WIDE values from memory, besides the cost of a row."""
+    stride = form.row_bytes(WIDE)
+    rows = len(memory) // stride
+    act = np.zeros(layout_of(form).record_bytes(WIDE) + 64, np.uint8)
+    out = np.zeros(rows, np.float32)
+    address = act.ctypes.data + -act.ctypes.data % 64
+    arguments = (kernel(form, 1), memory.ctypes.data, stride, rows, address, WIDE, out.ctypes.data)
+    seconds = []
+    for _ in range(STREAM_PASSES):
+        began = time.thread_time()
+        _repeat(1, *arguments)
+        seconds.append(time.thread_time() - began)
+    return stride / max(median(seconds) / rows * 1e9 - row_ns, 1e-3)
 
 
 def _pace() -> float:

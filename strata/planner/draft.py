@@ -88,7 +88,7 @@ def _tensor(name: str, shape: tuple[int, ...], kind: str | BlockFormat, place: s
     return DraftTensor(f"mtp.{name}.weight", shape, by_name(kind) if isinstance(kind, str) else kind, place)
 
 
-def standard_tensors(g: Geometry, expert_type: str) -> list[DraftTensor]:
+def standard_tensors(g: Geometry, expert_type: str = "Q2_0") -> list[DraftTensor]:
     """The draft layer in its usual form, an `rt` folder: mapped dense weights, experts regrouped in memory."""
     shapes = DraftShape.of_model(g).shapes()
     kinds = {PROJECTION: "Q8_0", NORM: "F32"}

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from strata.cpu.tiers import VARIABLE
 from strata.planner import probes
-from strata.planner.machine import Machine
+from strata.planner.machine import TIERS, Machine
 
 PACKAGES = ("numpy", "numba", "llvmlite", "gguf", "tokenizers", "jinja2", "psutil", "cupy-cuda12x", "cupy-cuda13x")
 OPTIONAL = ("cupy-cuda12x", "cupy-cuda13x")
@@ -157,7 +158,8 @@ def _machine_facts(report: Report, m: Machine, compiler: object) -> None:
     report.facts["GPU"] = {"cards": gpus, "driver": m.driver, "problem": m.gpu_problem or "none", "NVRTC": compiler}
     report.facts["CPU"] = {
         "name": m.cpu_name,
-        "kernel tier": m.cpu_tier,
+        "kernel tier": m.kernel_tier,
+        "tier of the CPU": m.cpu_tier,
         "physical cores": m.physical_cores,
         "logical cores": m.logical_cores,
         "usable cores": m.usable_cores,
@@ -198,6 +200,14 @@ def advise(m: Machine, compiler: object, lock: object, pages: object, times: obj
                 "experts on the CPU",
                 "the CPU offers no AVX2: the portable kernels run, 5 to 20 times slower",
                 "use another machine, or check that the virtual machine passes AVX2 through",
+            )
+        )
+    if TIERS.index(m.kernel_tier) < TIERS.index(m.cpu_tier):
+        out.append(
+            Advice(
+                "everything on the CPU",
+                f"{VARIABLE} holds the kernels to {m.kernel_tier}; the CPU runs {m.cpu_tier}",
+                f"unset {VARIABLE}",
             )
         )
     if m.gpus and isinstance(found, dict) and not any(found.get(p) for p in OPTIONAL):

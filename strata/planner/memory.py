@@ -226,11 +226,11 @@ def facts_of(gguf: GgufFile, geometry: Geometry, draft: Path | str | None = None
     layout = expert_layout(gguf, geometry.L)
     if draft is None:
         return model_facts(gguf, geometry, cpu_private_bytes(gguf, geometry, layout))
-    head = gguf.info("output.weight")
     if draft == STANDARD:
-        tensors, rows = standard_tensors(geometry, "Q2_0"), min(DRAFT_VOCABULARY, geometry.V)
+        tensors, rows = standard_tensors(geometry), min(DRAFT_VOCABULARY, geometry.V)
     else:
         tensors, rows = draft_tensors(Path(draft), gguf, geometry), vocabulary_rows(Path(draft), geometry)
+    head = gguf.info("output.weight")
     scored = DraftTensor("mtp.output.weight", (rows, geometry.D), head.format, MODEL)
     held = {t.name: t for t in (*tensors, scored)}
     private = cpu_private_bytes(gguf, geometry, layout, held, rows)

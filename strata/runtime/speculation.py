@@ -73,6 +73,7 @@ class Speculator:
     def __init__(self, session: SessionState, policy: DraftPolicy, guard: DrafterGuard | None = None):
         self.session, self.policy, self.guard = session, policy, guard
         self.lookup = SuffixLookup()
+        self.total = Tally()
         self._known = np.zeros(0, np.int32)
 
     def begin(self, prompt: np.ndarray) -> None:
@@ -87,6 +88,10 @@ class Speculator:
     def end(self, tokens: np.ndarray) -> None:
         """The answer is over: prompt and answer, as far as the lookup knows them."""
         self._known = tokens
+
+    def add(self, tally: Tally) -> None:
+        """Count a generation into the session's total."""
+        self.total.add(tally)
 
     def propose(self, pending: int, room: int) -> Proposed:
         """Drafts for the window that begins with `pending`; room: most drafts it may hold."""

@@ -53,20 +53,25 @@ class Costs:
         self.table = [0.0] * (WINDOW_ROWS + 1)
         self.n = [0] * (WINDOW_ROWS + 1)
         self.last = [0] * (WINDOW_ROWS + 1)
+        self._slow = [False] * (WINDOW_ROWS + 1)  # the last one was much slower than the mean
         self.longest = 0  # most rows measured
 
     def observe(self, T: int, ms: float, round_index: int) -> None:
-        """Take in one window. One stray value moves a mean by a tenth; a size not tried for long moves faster."""
+        """Take in one window. A stray slow one is ignored, unless the next of its size is slow as well."""
         n, mean = self.n[T], self.table[T]
-        if n == 0 or (n < 4 and ms * 1.5 < mean):
+        slow, was_slow = n > 0 and ms > 1.5 * mean, self._slow[T]
+        self._slow[T] = slow
+        if n == 0 or (n < 4 and ms * 1.5 < mean):  # the first windows of a size may pay for its set-up
             mean = ms
-        else:
+        elif not slow or was_slow:
             age = round_index - self.last[T]
-            step = max(0.1, 1.0 / (n + 1), min(0.3, age / 400.0))
-            before, mean = mean, mean + step * (min(ms, 2.0 * mean) - mean)
+            step = max(0.3 if slow else 0.1, 1.0 / (n + 1), min(0.3, age / 400.0))
+            before, mean = mean, mean + step * (min(ms, 4.0 * mean) - mean)
             if n >= 8:  # what slows one size (a longer context, a busier machine) slows the others
                 moved = 1.0 + COMMON * (mean / before - 1.0)
-                self.table = [moved * value for value in self.table]
+                for other in range(1, WINDOW_ROWS + 1):  # one measured since has seen it already
+                    if self.last[other] < self.last[T]:
+                        self.table[other] *= moved
         self.table[T] = mean
         self.n[T], self.last[T] = n + 1, round_index
         self.longest = max(self.longest, T)

@@ -292,7 +292,8 @@ class DraftPolicy:
         spent, n_tokens = ms + draft_ms, len(outcome.committed)
         self._costs.observe(T, ms, self._round)
         self._recent_tokens = 0.93 * self._recent_tokens + n_tokens
-        self._recent_ms = 0.93 * self._recent_ms + spent
+        # a stray slow window says nothing about the rate
+        self._recent_ms = 0.93 * self._recent_ms + min(ms, 1.5 * self._costs.table[T]) + draft_ms
         self.total_ms += spent
         one_row = self._costs.table[1]
         earned = PROBE_SHARE * spent if self._round > 1 else one_row  # the first probe need not wait

@@ -1,13 +1,13 @@
 """Products of BF16, F16 and F32 matrices with float32 rows, in the tiers 512 and 256.
 
-The rule has 256 lanes (fewer for short rows), more than the registers hold for several activation rows. So a row is
-taken in passes: each keeps some of the lanes in registers over the whole row. The lanes of a pass are runs of a cache
-line where possible, so that every line is read once, and spaced so that the first halvings of the tree fit in too.
+The rule has 256 lanes, or the largest power of two of values that a shorter row has; they are all kept in registers, so
+one activation row is taken at a time. Every matrix row is read from end to end, as only that runs at memory speed. For
+several activation rows this is done for a block of matrix rows, which is then in the cache for the other activation
+rows, and while these use it, the next block is asked for. Long rows are cut into segments whose activations fit into the
+first cache; between segments the lanes wait in memory.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from llvmlite import ir
 
@@ -19,54 +19,9 @@ from strata.cpu.simd import Simd, Value, emitted, f32, i16, i64, kernel_intrinsi
 FORMATS = ("F32", "F16", "BF16")
 
 _LINE = 64
-_ACCUMULATORS = {512: 16, 256: 8}
-"""Registers for lanes."""
-
 _BLOCK_ROWS = 8
-"""Matrix rows that share the passes."""
-
-_ROWS = {1: 4, 2: 4, 3: 2, 4: 2}
-"""Matrix rows at a time for R activation rows."""
-
-_LONG = {1: 4096, 2: 1024, 3: 1024, 4: 1024}
-"""From how many values on rows are taken in passes: activations and one matrix row no longer fit the first cache."""
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """How `lanes` lanes of some rows are taken.
-
-    R, rows  activation and matrix rows at a time
-    width    values of a vector
-    run      neighbouring vectors of a pass, a cache line of weights where registers allow
-    runs     of them, lanes / runs apart
-    passes   over the row
-    """
-
-    R: int
-    rows: int
-    lanes: int
-    width: int
-    run: int
-    runs: int
-
-    @property
-    def passes(self) -> int:
-        return self.lanes // (self.width * self.run * self.runs)
-
-    @property
-    def vectors(self) -> list[tuple[int, int]]:
-        """(run, number in the run) of the vectors of a pass."""
-        return [(run, k) for run in range(self.runs) for k in range(self.run)]
-
-
-def _plan(tier: int, R: int, value_bytes: int) -> _Plan:
-    """For long rows."""
-    width, rows = tier // 32, _ROWS[R]
-    each = max(1, _ACCUMULATORS[tier] // (R * rows))
-    each = 1 << (each.bit_length() - 1)
-    run = min(each, max(1, _LINE // (width * value_bytes)))
-    return _Plan(R, rows, MAX_LANES, width, run, each // run)
+_SEGMENT_STEPS = 16
+"""Steps of 256 values in a segment: 16 KB of activations."""
 
 
 class _Matrix:
@@ -138,119 +93,122 @@ def _halve(s: Simd, vectors: list[Value], until: int) -> list[Value]:
     return vectors
 
 
-class _Pass:
-    """One pass over plan.rows matrix rows of at least `plan.lanes` values."""
+class _Lanes:
+    """All lanes of one output in registers; `vectors` of them."""
 
-    def __init__(self, m: _Matrix, plan: _Plan):
-        s = m.s
-        self.m, self.plan = m, plan
-        self.lanes = [
-            [[s.variable(vector(f32, plan.width)) for _ in plan.vectors] for _ in range(plan.R)]
-            for _ in range(plan.rows)
-        ]
-        self.full = s.b.lshr(m.K, s.const(i64, plan.lanes.bit_length() - 1))
-        self.start = s.times(self.full, plan.lanes)
-        self.left = s.b.sub(m.K, self.start)
-        some = s.b.icmp_unsigned("!=", self.left, s.const(i64, 0))
-        self.turns = s.b.add(self.full, s.b.zext(some, i64))
-        self.ahead_bytes = max(_LINE, plan.rows * plan.lanes * m.value_bytes // plan.passes)
-        """Bytes asked for at every turn: the turns of all passes together make up the rows."""
+    def __init__(self, m: _Matrix, vectors: int):
+        self.m, self._places = m, [m.s.variable(vector(f32, m.width)) for _ in range(vectors)]
 
-    def _ask(self, ahead: Value, turn: Value) -> None:
+    def values(self) -> list[Value]:
+        return [self.m.s.get(place) for place in self._places]
+
+    def clear(self) -> None:
+        for place in self._places:
+            self.m.s.set(place, self.m.s.zero(f32, self.m.width))
+
+    def keep(self, pointer: Value) -> None:
+        for k, value in enumerate(self.values()):
+            self.m.s.store(value, pointer, 4 * self.m.width * k)
+
+    def fetch(self, pointer: Value) -> None:
+        for k, place in enumerate(self._places):
+            self.m.s.set(place, self.m.s.load(pointer, 4 * self.m.width * k, f32, self.m.width))
+
+    def _take(self, j: int, w: Value, x: Value) -> None:
         s = self.m.s
-        for line in range(0, self.ahead_bytes, _LINE):
-            place = s.b.add(s.times(turn, self.ahead_bytes), s.const(i64, line))
-            s.prefetch(ahead, place, level=1 if self.plan.passes == 1 else 2)
+        s.set(self._places[j], s.fma(w, x, s.get(self._places[j])))
 
-    def _take(self, j: int, w: list[Value], x: list[Value]) -> None:
+    def _take_vector(self, j: int, row: Value, x: Value, index: Value) -> None:
+        self._take(j, self.m.weights(row, index), self.m.values(x, index))
+
+    def take_step(self, row: Value, x: Value, start: Value) -> None:
+        """As many values as there are lanes, from `start` on."""
         s = self.m.s
-        for r in range(self.plan.R):
-            for k in range(self.plan.rows):
-                place = self.lanes[k][r][j]
-                s.set(place, s.fma(w[k], x[r], s.get(place)))
+        for j in range(len(self._places)):
+            self._take_vector(j, row, x, s.b.add(start, s.const(i64, j * self.m.width)))
 
-    def _take_whole(self, j: int, rows: list[Value], xs: list[Value], index: Value) -> None:
-        m = self.m
-        self._take(j, [m.weights(row, index) for row in rows], [m.values(x, index) for x in xs])
-
-    def _take_some(self, j: int, rows: list[Value], xs: list[Value], index: Value, n: Value) -> None:
-        m = self.m
-        self._take(j, [m.some_weights(row, index, n) for row in rows], [m.some_values(x, index, n) for x in xs])
-
-    def sums(self, rows: list[Value], xs: list[Value], p: Value, ahead: Value) -> list[list[list[Value]]]:
-        """By matrix and activation row, the lanes of pass p after the halvings inside the pass: plan.run vectors.
-
-        ahead: pointer to the bytes of later rows that this pass asks for
-        """
-        m, plan = self.m, self.plan
-        s, b, width = m.s, m.s.b, plan.width
-        every = [place for of_row in self.lanes for lanes in of_row for place in lanes]
-        for place in every:
-            s.set(place, s.zero(f32, width))
-        places = [
-            s.b.add(s.times(p, plan.run * width), s.const(i64, run * plan.lanes // plan.runs + k * width))
-            for run, k in plan.vectors
-        ]
-        with s.loop(self.full) as u:
-            self._ask(ahead, u)
-            for j, place in enumerate(places):
-                self._take_whole(j, rows, xs, b.add(s.times(u, plan.lanes), place))
+    def take_rest(self, row: Value, x: Value, start: Value, left: Value) -> None:
+        """The last left < lanes values of a row: vectors up to the first one that is not whole."""
+        m, s, b = self.m, self.m.s, self.m.s.b
         done = b.append_basic_block("done")
-        with b.if_then(b.icmp_signed("==", self.left, s.const(i64, 0))):
-            b.branch(done)
-        self._ask(ahead, self.full)
-        for j, place in enumerate(places):  # the rest of the row: vectors up to the first one that is not whole
-            here, index = b.sub(self.left, place), b.add(self.start, place)
-            with b.if_then(b.icmp_signed("<", here, s.const(i64, width))):
+        for j in range(len(self._places)):
+            at = s.const(i64, j * m.width)
+            here, index = b.sub(left, at), b.add(start, at)
+            with b.if_then(b.icmp_signed("<", here, s.const(i64, m.width))):
                 with b.if_then(b.icmp_signed(">", here, s.const(i64, 0))):
-                    self._take_some(j, rows, xs, index, here)
+                    self._take(j, m.some_weights(row, index, here), m.some_values(x, index, here))
                 b.branch(done)
-            self._take_whole(j, rows, xs, index)
+            self._take_vector(j, row, x, index)
         b.branch(done)
         b.position_at_end(done)
-        return [[_halve(s, [s.get(v) for v in lanes], plan.run) for lanes in of_row] for of_row in self.lanes]
 
 
-def _row_by_row(m: _Matrix, plan: _Plan, R: int) -> None:
-    """One activation row at a time, lanes in registers. For R > 1 the matrix row, short then, stays in the cache."""
-    s = m.s
-    one = _Pass(m, plan)
-    with s.loop(m.n_rows) as i, s.loop(R) as r:
-        row = m.row(i)
-        m.finish(i, r, one.sums([row], [m.x(r)], s.const(i64, 0), s.at(row, PREFETCH_BYTES))[0][0])
+def _rows(m: _Matrix, lanes: int, R: int) -> None:
+    """All rows of the matrix, `lanes` of them in registers."""
+    s, b = m.s, m.s.b
+    sums = _Lanes(m, lanes // m.width)
+    full = b.lshr(m.K, s.const(i64, lanes.bit_length() - 1))
+    start = s.times(full, lanes)
+    left = b.sub(m.K, start)
+    step_bytes = lanes * m.value_bytes
+    lines = -(-step_bytes // _LINE)
+    if R > 1:  # the next block, in the turns of all activation rows but the first
+        lines = -(-lines // (R - 1))
 
+    def lesser(x: Value, y: Value) -> Value:
+        return b.select(b.icmp_signed("<", x, y), x, y)
 
-def _in_passes(m: _Matrix, plan: _Plan) -> None:
-    """Blocks of rows: a pass goes over all rows of a block, so that its part of the activations stays in the cache."""
-    s, b, R = m.s, m.s.b, plan.R
-    one = _Pass(m, plan)
-    xs = [m.x(r) for r in range(R)]
-    n, vector_bytes = plan.passes * plan.run, 4 * plan.width
-    kept = s.scratch(_BLOCK_ROWS * R * n * vector_bytes)
+    def one(i: Value, r: Value, segment: Value, kept: Value | None, next_block: Value) -> None:
+        """A segment of matrix row i for activation row r."""
+        row, x = m.row(i), m.x(r)
+        first = s.times(segment, _SEGMENT_STEPS)
+        later = b.icmp_signed(">", segment, s.const(i64, 0))
+        if kept is None:
+            sums.clear()
+        else:
+            with b.if_else(later) as (then, otherwise):
+                with then:
+                    sums.fetch(kept)
+                with otherwise:
+                    sums.clear()
+        ahead = s.const(i64, PREFETCH_BYTES)
+        if R > 1:
+            ahead = b.add(next_block, s.times(b.sub(r, s.const(i64, 1)), lines * _LINE))
+            ahead = b.select(b.icmp_signed(">", r, s.const(i64, 0)), ahead, s.const(i64, 0))
+        steps = lesser(s.const(i64, _SEGMENT_STEPS), b.sub(full, first)) if kept is not None else full
+        with s.loop(steps) as u:
+            at = b.add(first, u)
+            for line in range(lines):
+                s.prefetch(s.at(row, b.add(s.times(at, step_bytes), ahead)), _LINE * line, level=1 if R == 1 else 2)
+            sums.take_step(row, x, s.times(at, lanes))
+
+        def finish() -> None:
+            s.prefetch(s.at(row, b.add(s.times(start, m.value_bytes), ahead)))
+            sums.take_rest(row, x, start, left)
+            m.finish(i, r, sums.values())
+
+        if kept is None:
+            finish()
+        else:
+            with b.if_else(b.icmp_signed("<", b.add(first, steps), full)) as (then, otherwise):
+                with then:
+                    sums.keep(kept)
+                with otherwise:
+                    finish()
+
     n_blocks = b.lshr(b.add(m.n_rows, s.const(i64, _BLOCK_ROWS - 1)), s.const(i64, _BLOCK_ROWS.bit_length() - 1))
+    kept_bytes = 4 * lanes
+    kept = s.scratch(_BLOCK_ROWS * R * kept_bytes) if lanes == MAX_LANES else None
+    n_segments = b.lshr(b.add(full, s.const(i64, _SEGMENT_STEPS - 1)), s.const(i64, _SEGMENT_STEPS.bit_length() - 1))
     with s.loop(n_blocks) as block:
         first = s.times(block, _BLOCK_ROWS)
-        rest = b.sub(m.n_rows, first)
-        count = b.select(b.icmp_signed("<", rest, s.const(i64, _BLOCK_ROWS)), rest, s.const(i64, _BLOCK_ROWS))
-        ahead = m.row(b.add(first, count))
-        groups = b.lshr(b.add(count, s.const(i64, plan.rows - 1)), s.const(i64, plan.rows.bit_length() - 1))
-        last = b.sub(count, s.const(i64, 1))
-        with s.loop(plan.passes) as p, s.loop(groups) as g:
-            index = [s.times(g, plan.rows)]
-            for k in range(1, plan.rows):  # the last group may be short: it takes the last row twice
-                i = b.add(index[0], s.const(i64, k))
-                index.append(b.select(b.icmp_signed("<", i, count), i, last))
-            rows = [m.row(b.add(first, i)) for i in index]
-            turn = b.mul(b.add(b.mul(p, groups), g), s.times(one.turns, one.ahead_bytes))
-            for i, of_row in zip(index, one.sums(rows, xs, p, s.at(ahead, turn)), strict=True):
-                for r, vectors in enumerate(of_row):
-                    for k, value in enumerate(vectors):
-                        place = b.add(s.times(i, R * n), b.add(s.times(p, plan.run), s.const(i64, r * n + k)))
-                        s.store(value, kept, s.times(place, vector_bytes), align=vector_bytes)
-        with s.loop(count) as i, s.loop(R) as r:
-            mine = s.at(kept, s.times(b.add(s.times(i, R), r), n * vector_bytes))
-            vectors = [s.load(mine, vector_bytes * k, f32, plan.width, align=vector_bytes) for k in range(n)]
-            m.finish(b.add(first, i), r, vectors)
+        count = lesser(s.const(i64, _BLOCK_ROWS), b.sub(m.n_rows, first))
+        next_block = b.mul(count, m.stride)
+        with s.loop(n_segments if kept is not None else 1) as segment, s.loop(R) as r, s.loop(count) as i:
+            place = kept
+            if kept is not None:
+                place = s.at(kept, s.times(b.add(s.times(i, R), r), kept_bytes))
+            one(b.add(first, i), r, segment, place, next_block)
 
 
 def _short_rows(m: _Matrix, R: int) -> None:
@@ -268,17 +226,14 @@ def _short_rows(m: _Matrix, R: int) -> None:
 
 def _emit(s: Simd, name: str, R: int, tier: int) -> None:
     m, b = _Matrix(s, name, tier), s.b
-    bound = _LONG[R]
-    with b.if_then(b.icmp_signed(">=", m.K, s.const(i64, bound))):
-        _in_passes(m, _plan(tier, R, m.value_bytes))
     lanes = MAX_LANES
     while lanes >= m.width:
-        fits = b.and_(
-            b.icmp_signed(">=", m.K, s.const(i64, lanes)), b.icmp_signed("<", m.K, s.const(i64, bound))
-        )
+        fits = b.icmp_signed(">=", m.K, s.const(i64, lanes))
+        if lanes < MAX_LANES:
+            fits = b.and_(fits, b.icmp_signed("<", m.K, s.const(i64, 2 * lanes)))
         with b.if_then(fits):
-            _row_by_row(m, _Plan(1, 1, lanes, m.width, 1, lanes // m.width), R)
-        bound, lanes = lanes, lanes // 2
+            _rows(m, lanes, R)
+        lanes //= 2
     with b.if_then(b.icmp_signed("<", m.K, s.const(i64, m.width))):
         _short_rows(m, R)
 

@@ -2,7 +2,8 @@
 
 A record is a row of steps of 256 values; step s of row r lies at records + r * record_bytes + s * step_bytes, at 0 with
 256 int8 codes in the order in which a family of formats adds them up: operands of 64 bytes, where byte 4l + i meets
-lane l. What else a step holds is at the offsets named below; `scale_at` is where the float32 scale is.
+lane l. What else a step holds is at the offsets named below; `scale_at` is where the float32 scale is. Bytes without a
+meaning are 0.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ XS_BIAS, GRID_BIAS = 128, 64
 
 @dataclass(frozen=True)
 class Arrangement:
-    """order: value index of every code. pieces: how many neighbours in order stay together, 16 or 32; 0: see `_spread`.
+    """order     value index of every code
+    pieces    how many neighbours in order stay together, 16 or 32; 0: see `_spread`
+    padding   zeros from `scale_at` on, the scale among them
 
     extras(s, record, fours) writes the sums; fours: four int32 (16,), the sums of four neighbours, in value order.
     """
@@ -49,6 +52,7 @@ class Arrangement:
     pieces: int
     step_bytes: int
     scale_at: int
+    padding: int
     extras: Callable[[Simd, Value, list[Value]], None]
 
     def record_bytes(self, K: int) -> int:
@@ -108,22 +112,22 @@ def _sums_grid(s: Simd, record: Value, fours: list[Value]) -> None:
 
 _VALUES = np.arange(STEP)
 
-K4 = Arrangement("k4", _VALUES.reshape(2, 2, 2, 32).swapaxes(1, 2).ravel(), 32, 320, 272, _sums_of_32)
+K4 = Arrangement("k4", _VALUES.reshape(2, 2, 2, 32).swapaxes(1, 2).ravel(), 32, 320, 272, 48, _sums_of_32)
 """Q4_K, Q5_K. Operands: runs of 32 values (0, 2), (1, 3), (4, 6), (5, 7)."""
 
-K2 = Arrangement("k2", _VALUES.reshape(2, 4, 32).swapaxes(0, 1).ravel(), 32, 448, 288, _sums_2k)
+K2 = Arrangement("k2", _VALUES.reshape(2, 4, 32).swapaxes(0, 1).ravel(), 32, 448, 288, 32, _sums_2k)
 """Q2_K, Q3_K. Operands: runs (0, 4), (1, 5), (2, 6), (3, 7)."""
 
-K6 = Arrangement("k6", _VALUES, 32, 448, 384, _sums_6k)
+K6 = Arrangement("k6", _VALUES, 32, 448, 384, 64, _sums_6k)
 """Q6_K. Operands: runs (0, 1), (2, 3), (4, 5), (6, 7)."""
 
-XS = Arrangement("xs", _VALUES.reshape(2, 4, 2, 16).swapaxes(1, 2).ravel(), 16, 448, 384, _sums_xs)
+XS = Arrangement("xs", _VALUES.reshape(2, 4, 2, 16).swapaxes(1, 2).ravel(), 16, 448, 384, 64, _sums_xs)
 """IQ4_XS. Operands: the first, then the second 16 values of runs 0 to 3; the same of runs 4 to 7."""
 
-BYTES = Arrangement("bytes", _VALUES.reshape(64, 4).T.ravel(), 0, 384, 320, _sums_grid)
+BYTES = Arrangement("grid_bytes", _VALUES.reshape(64, 4).T.ravel(), 0, 384, 320, 64, _sums_grid)
 """Grid formats, tier 512. Operand c: byte c of every four neighbours."""
 
-WORDS = Arrangement("words", _VALUES.reshape(2, 8, 4, 4).swapaxes(1, 2).ravel(), 0, 384, 320, _sums_grid)
+WORDS = Arrangement("grid_words", _VALUES.reshape(2, 8, 4, 4).swapaxes(1, 2).ravel(), 0, 384, 320, 64, _sums_grid)
 """Grid formats, tier 256. For both halves of 128 values: four neighbours of each of the 8 lanes, then the next four."""
 
 ARRANGEMENTS = {a.name: a for a in (K4, K2, K6, XS, BYTES, WORDS)}
@@ -188,6 +192,8 @@ def _emit(s: Simd, name: str, tier: int) -> None:
         first = s.pointer(s.b.add(records, s.b.mul(r, s.times(n_steps, arrangement.step_bytes))))
         with s.loop(n_steps) as k:
             values, record = s.at(row, s.times(k, 4 * STEP)), s.at(first, s.times(k, arrangement.step_bytes))
+            for at in range(0, arrangement.padding, 16):
+                s.store(s.zero(i8, 16), record, arrangement.scale_at + at)
             factor = _factor(s, values, s.at(record, arrangement.scale_at), s.pointer(error_word))
             codes = [_codes(s, values, 64 * v, factor, tier // 32) for v in range(4)]
             pieces = arrangement.pieces

@@ -1,7 +1,7 @@
 """Grid formats in the tier 512 with grids too large for registers: IQ1_S, IQ1_M, IQ2_S.
 
-Entries of 16 bits are read one by one through indices that were stored before. A load from a fresh store costs more than
-the lookup, so the indices of a few blocks are computed ahead. From the entries on, all is as in `super512_grid`.
+Entries of 16 bits are read one by one, through indices that were stored before. A load from a fresh store costs more
+than the lookup, so the indices of a few blocks are computed ahead. From the entries on, all is as in `super512_grid`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from strata.cpu.gemv.frame import PREFETCH_BYTES, Lanes
-from strata.cpu.gemv.records256 import BYTES, GRID_BIAS, STEP
+from strata.cpu.gemv.records256 import BYTES, STEP
 from strata.cpu.gemv.super512_grid import (
     IQ2_LEVELS,
     fields_of,
@@ -18,13 +18,13 @@ from strata.cpu.gemv.super512_grid import (
     multiply,
     nibbles_of,
     packed,
-    part_scales,
     plain_signs,
     planes_of_8,
     signed,
     upper_bits,
 )
-from strata.cpu.simd import Simd, Value, i8, i16, i32, i64, vector
+from strata.cpu.gemv.super_parts import first_half, part_scales, scattered_half
+from strata.cpu.simd import Simd, Value, i8, i16, i64, vector
 from strata.pack.grids import GRID
 
 BLOCKS_AHEAD = 32
@@ -75,7 +75,7 @@ def _iq2_s_index(s: Simd, w: Value) -> Value:
 
 def _iq2_s(s: Simd, w: Value, entries: Value) -> tuple:
     planes = signed(s, planes_of_8(s, IQ2_LEVELS, entries), plain_signs(s, w, 34))
-    return planes, part_scales(s, w, nibbles_of(s, w, 74), 0.5, 0.25)
+    return planes, part_scales(s, first_half(s, w), nibbles_of(s, w, 74), 0.5, 0.25)
 
 
 # ---- IQ1_S, IQ1_M: eight times the grid, plus or minus 1
@@ -94,7 +94,7 @@ def _iq1_s_index(s: Simd, w: Value) -> Value:
 def _iq1_s(s: Simd, w: Value, entries: Value) -> tuple:
     high = _high_words(s, w, 34)
     planes = _shifted(s, planes_of_8(s, _IQ1_LEVELS, entries), _bit(s, high, 15))
-    return planes, part_scales(s, w, upper_bits(s, high, 12, 7), 0.5, 0.25)
+    return planes, part_scales(s, first_half(s, w), upper_bits(s, high, 12, 7), 0.5, 0.25)
 
 
 def _iq1_m_fields(s: Simd, w: Value) -> Value:
@@ -109,10 +109,7 @@ def _iq1_m(s: Simd, w: Value, entries: Value) -> tuple:
     planes = _shifted(s, planes_of_8(s, _IQ1_LEVELS, entries), _bit(s, _iq1_m_fields(s, w), 11))
     words = s.load(w, 48, i64)  # four times: four scales of 3 bits, then a part of the float16 scale
     scales = fields_of(s, words, [16 * (k // 4) + 3 * (k % 4) for k in range(16)], 7)
-    half = s.const(i64, 0)
-    for k in range(4):
-        half = s.b.or_(half, s.b.and_(s.b.lshr(words, s.const(i64, 12 + 12 * k)), s.const(i64, 15 << (4 * k))))
-    return planes, part_scales(s, w, scales, 0.5, 0.25, s.b.trunc(half, i16))
+    return planes, part_scales(s, scattered_half(s, words), scales, 0.5, 0.25)
 
 
 FORMATS: dict[str, FarFormat] = {

@@ -14,7 +14,7 @@ import numpy as np
 
 from strata.cpu.gemv.frame import Lanes, Step
 from strata.cpu.gemv.records256 import BYTES, GRID_BIAS, LANE_SUMS, STEP
-from strata.cpu.gemv.super512_k import halves_at
+from strata.cpu.gemv.super_parts import first_half, part_scales
 from strata.cpu.simd import Kind, Simd, Value, f32, i1, i8, i16, i32, i64, vector
 from strata.pack.grids import GRID, SIGNS
 
@@ -78,7 +78,7 @@ def _planes_of_4(s: Simd, name: str, pairs: list[Value]) -> list[Value]:
 
 
 def planes_of_8(s: Simd, levels: Sequence[int], entries: Value) -> list[Value]:
-    """Biased weights, signs apart, from 16-bit entries: every byte holds a number for each plane. The lookup sees the six
+    """Biased weights, signs apart, from 16-bit entries: every byte holds a number for each plane. A lookup sees the six
     low bits, so a table for each of the first three fields saves most shifts."""
     fields = [0, 1, 2, 2]
     tables = [s.constant(i8, [levels[k >> (2 * f) & 3] + GRID_BIAS for k in range(64)]) for f in range(3)]
@@ -107,12 +107,6 @@ def _even_signs(s: Simd, starts: Sequence[int], source: Value) -> Value:
 def plain_signs(s: Simd, w: Value, at: int) -> Value:
     """32 sign bytes of the block, for `signed`."""
     return s.cast(s.b.zext(s.load(w, at, i32, 8), vector(i64, 8)), i8, 64)
-
-
-def part_scales(s: Simd, w: Value, index: Value, offset: float, factor: float, half: Value | None = None) -> Value:
-    """Exact float32 (16,) (index + offset) * (factor * d): i32 (16,) index, float16 d at 0 of the block or given."""
-    d = s.pick(halves_at(s, w, 0), [0] * 16) if half is None else s.spread(s.widen_half(half), 16)
-    return s.b.fmul(s.b.fadd(s.to_float(index), s.splat(f32, 16, offset)), s.b.fmul(d, s.splat(f32, 16, factor)))
 
 
 def upper_bits(s: Simd, quads: Value, first: int, mask: int = 15) -> Value:
@@ -146,7 +140,7 @@ def _iq3_xxs(s: Simd, w: Value, part: int, left: Value | None) -> tuple:
     planes = _planes_of_4(s, "IQ3_XXS", _pairs(s, "IQ3_XXS", s.load(w, 2, i8, 64), None))
     words = s.b.zext(s.load(w, 66, i32, 8), vector(i64, 8))
     planes = signed(s, planes, _even_signs(s, (0, 7, 14, 21), s.cast(words, i8, 64)))
-    return planes, part_scales(s, w, upper_bits(s, words, 28), 0.5, 0.5)
+    return planes, part_scales(s, first_half(s, w), upper_bits(s, words, 28), 0.5, 0.5)
 
 
 def _iq3_s(s: Simd, w: Value, part: int, left: Value | None) -> tuple:
@@ -154,7 +148,7 @@ def _iq3_s(s: Simd, w: Value, part: int, left: Value | None) -> tuple:
     planes = _planes_of_4(s, "IQ3_S", _pairs(s, "IQ3_S", s.load(w, 2, i8, 64), ninth))
     planes = signed(s, planes, plain_signs(s, w, 74))
     scales = fields_of(s, s.load(w, 106, i32), [4 * (k // 2) for k in range(16)], 15)
-    return planes, part_scales(s, w, scales, 0.5, 2.0)
+    return planes, part_scales(s, first_half(s, w), scales, 0.5, 2.0)
 
 
 IQ2_LEVELS = levels_of(GRID["IQ2_XS"], 4)
@@ -165,14 +159,14 @@ def _iq2_xxs(s: Simd, w: Value, part: int, left: Value | None) -> tuple:
     spaced = s.multishift(s.constant(i8, [8 * (k // 2) for k in range(8)] * 8), whole)
     planes = planes_of_8(s, IQ2_LEVELS, _entries(s, "IQ2_XXS", s.cast(spaced, i16, 32)))
     planes = signed(s, planes, _even_signs(s, (32, 39, 46, 53), whole))
-    return planes, part_scales(s, w, upper_bits(s, s.cast(whole, i64, 8), 60), 0.5, 0.25)
+    return planes, part_scales(s, first_half(s, w), upper_bits(s, s.cast(whole, i64, 8), 60), 0.5, 0.25)
 
 
 def _iq2_xs(s: Simd, w: Value, part: int, left: Value | None) -> tuple:
     whole = s.load(w, 2, i16, 32)  # nine bits of index, seven of signs
     planes = planes_of_8(s, IQ2_LEVELS, _entries(s, "IQ2_XS", whole))
     planes = signed(s, planes, _even_signs(s, (9, 25, 41, 57), s.cast(whole, i8, 64)))
-    return planes, part_scales(s, w, nibbles_of(s, w, 66), 0.5, 0.25)
+    return planes, part_scales(s, first_half(s, w), nibbles_of(s, w, 66), 0.5, 0.25)
 
 
 _step = partial(Step, STEP, 1, record_bytes=BYTES.step_bytes, multiply=multiply)

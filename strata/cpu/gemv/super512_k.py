@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from strata.cpu.gemv.frame import Lanes, Step
 from strata.cpu.gemv.records256 import K2, K4, K6, PAIRS_2K, PAIRS_6K, STEP, SUMS_16, SUMS_32, Arrangement
-from strata.cpu.simd import Simd, Value, f32, i8, i16, i32, vector
+from strata.cpu.gemv.super_parts import halves_at, times_x
+from strata.cpu.simd import Simd, Value, i8, i16, i32, vector
 
 # ---- weights
 
@@ -44,16 +45,6 @@ def _widened(s: Simd, values: Value, index: Sequence[int]) -> Value:
     n = values.type.count
     with_zeros = [k for i in index for k in (i, n)]
     return s.cast(s.pick(values, with_zeros, s.zero(i8, n)), i16, len(index))
-
-
-def halves_at(s: Simd, w: Value, at: int) -> Value:
-    """Four float16 of the block as float32: one instruction, where a single one takes two."""
-    return s.widen_half(s.load(w, at, i16, 4))
-
-
-def times_x(s: Simd, halves: Value, x: Value, scale_at: int) -> Value:
-    """Four scales of the block times the scale of the activations."""
-    return s.b.fmul(halves, s.spread(s.load(x, scale_at, f32), 4))
 
 
 # ---- sums
@@ -172,9 +163,10 @@ def _multiply_q2(s: Simd, unpacked: tuple, x: Value, part: int, lanes: Lanes) ->
 def _q3_scales(s: Simd, w: Value) -> Value:
     """Sixteen sub-scales of 6 bits, minus 32, as int16."""
     raw = s.load(w, 94, i8, 16)  # two bytes of codes, 12 of scales, d: nothing lies behind the block
-    low = s.multishift(s.constant(i8, [8 * k + part for part in (0, 4) for k in range(8)]), s.pick(raw, [*range(2, 10)] * 2))
-    starts = [(8 * (k % 4) + 2 * (k // 4) - 4) % 64 for k in range(16)]
-    top = s.multishift(s.constant(i8, starts), s.pick(raw, [*range(10, 14)] * 4))
+    low_starts = [8 * k + part for part in (0, 4) for k in range(8)]
+    top_starts = [(8 * (k % 4) + 2 * (k // 4) - 4) % 64 for k in range(16)]
+    low = s.multishift(s.constant(i8, low_starts), s.pick(raw, [*range(2, 10)] * 2))
+    top = s.multishift(s.constant(i8, top_starts), s.pick(raw, [*range(10, 14)] * 4))
     scales = s.b.or_(s.and_(low, 15), s.and_(top, 0x30))
     return s.b.sext(s.b.sub(scales, s.splat(i8, 16, 32)), vector(i16, 16))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from strata.cpu.gemv.frame import Lanes, Step
 from strata.cpu.gemv.records256 import LANE_SUMS, STEP, XS, XS_BIAS
-from strata.cpu.gemv.super512_k import halves_at, times_x
+from strata.cpu.gemv.super_parts import halves_at, times_x
 from strata.cpu.simd import Simd, Value, i8, i32, i64, vector
 from strata.pack.grids import CODEBOOK
 

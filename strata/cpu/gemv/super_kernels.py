@@ -1,11 +1,11 @@
-"""Compiled kernels and records of the super-block formats in the tiers 512 and 256."""
+"""The compiled kernels of the super-block formats in the tiers 512 and 256, and which records they read."""
 
 from __future__ import annotations
 
 from functools import cache
 
 from strata.cpu.compiled import CFunction
-from strata.cpu.gemv import super512_far, super512_grid, super512_k, super512_xs
+from strata.cpu.gemv import super256_grid, super256_k, super512_far, super512_grid, super512_k, super512_xs
 from strata.cpu.gemv.frame import N_ARGS, Step, emit_product
 from strata.cpu.gemv.records256 import BYTES, K2, K4, K6, WORDS, XS, Arrangement
 from strata.cpu.simd import Simd, kernel_intrinsic
@@ -16,7 +16,10 @@ _GRID = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
 SUPER_FORMATS = (*_SCALED, *_GRID)
 """Formats with kernels here."""
 
-_STEPS: dict[int, dict[str, Step]] = {512: super512_k.STEPS | super512_xs.STEPS | super512_grid.STEPS}
+_STEPS: dict[int, dict[str, Step]] = {
+    512: super512_k.STEPS | super512_xs.STEPS | super512_grid.STEPS,
+    256: super256_k.STEPS | super256_grid.STEPS,
+}
 
 
 def arrangement_of(name: str, tier: int) -> Arrangement:

@@ -30,7 +30,7 @@ import numpy as np
 
 from strata.base.errors import BadArgument
 from strata.cpu.compiled import CFunction
-from strata.cpu.gemv import float_simd, floats, records, small256, small512
+from strata.cpu.gemv import float_simd, floats, records, records256, small256, small512, super_kernels
 from strata.cpu.gemv.activations import quantise_p32, quantise_p256, swiglu_rows
 from strata.cpu.gemv.portable import QUANTISED
 from strata.cpu.gemv.rows import MOST_ROWS, record_bytes
@@ -88,6 +88,13 @@ def _small_layout(records_name: str, tier: int) -> ActivationLayout:
     return ActivationLayout(layout.name, records.GROUP, layout.record_bytes, records.quantiser(layout.name, tier))
 
 
+@cache
+def _super_layout(arrangement_name: str, tier: int) -> ActivationLayout:
+    layout = records256.ARRANGEMENTS[arrangement_name]
+    quantise = records256.quantiser(layout.name, tier)
+    return ActivationLayout(layout.name, records256.STEP, layout.record_bytes, quantise)
+
+
 _Entry = tuple[Callable[[int], CFunction], ActivationLayout]
 
 
@@ -96,6 +103,9 @@ def _own_kernels(tier: int) -> dict[str, _Entry]:
     entries: dict[str, _Entry] = {}
     for name in small.FORMATS:
         entries[name] = partial(small.kernel, name), _small_layout(records.records_for(name, tier).name, tier)
+    for name in super_kernels.SUPER_FORMATS:
+        layout = _super_layout(super_kernels.arrangement_of(name, tier).name, tier)
+        entries[name] = partial(super_kernels.super_kernel, name, tier=tier), layout
     for name in float_simd.FORMATS:
         entries[name] = partial(float_simd.kernel, name, tier=tier), _FLOAT
     return entries

@@ -1,0 +1,60 @@
+"""Products of float32 rows with matrices in F32, F16 or BF16; several matrices with one input are one launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from strata.base.errors import need
+from strata.gpu.launch import Launch, Source, i32, launch, pointer
+
+INSTANCE_ROWS = (1, 2, 4, 8)
+"""Activation rows a kernel instance holds sums of; others run as the next larger one."""
+
+SOURCE = Source(
+    "float_gemv.cu", tuple(f"{kernel}<{T}>" for kernel in ("float_gemv", "float_gemv_long") for T in INSTANCE_ROWS)
+)
+KINDS = {"F32": 0, "F16": 1, "BF16": 2}
+MOST_MATRICES = 4
+LONG_ROW = 4096
+"""Values from which a row is shared by four warps: a warp alone would not keep enough loads in flight."""
+
+
+@dataclass(frozen=True)
+class FloatMatrix:
+    """address of (rows, K) weights in F32, F16 or BF16, 16-byte aligned; y address of its output (T, rows) float32."""
+
+    format_name: str
+    address: int
+    rows: int
+    y: int
+
+
+def instance_rows(T: int) -> int:
+    """The smallest instance that takes T rows at once, 8 for more."""
+    return next((n for n in INSTANCE_ROWS if n >= T), INSTANCE_ROWS[-1])
+
+
+def float_gemv(x: int, T: int, K: int, matrices: list[FloatMatrix]) -> list[Launch]:
+    """y (T, rows) = x (T, K) times each matrix; x is the 16-byte aligned address of float32 rows."""
+    out = []
+    for first in range(0, len(matrices), MOST_MATRICES):
+        out.append(_launch(x, T, K, matrices[first : first + MOST_MATRICES]))
+    return out
+
+
+def _launch(x: int, T: int, K: int, matrices: list[FloatMatrix]) -> Launch:
+    for m in matrices:
+        need(m.format_name in KINDS, "a float matrix", found=m.format_name, needed=" or ".join(KINDS))
+        need(m.address % 16 == 0 and x % 16 == 0, "alignment of a float product", needed="16 bytes")
+    need(K % 8 == 0, "values of a row of a float matrix", found=K, needed="a multiple of 8")
+    words: list[np.generic] = []
+    for m in matrices + [FloatMatrix("F32", 0, 0, 0)] * (MOST_MATRICES - len(matrices)):
+        words += [pointer(m.address), pointer(m.y), i32(m.rows), i32(KINDS[m.format_name])]
+    rows, n = sum(m.rows for m in matrices), instance_rows(T)
+    pieces = -(-T // n)
+    args = (pointer(x), i32(K), i32(T), *words)
+    if K >= LONG_ROW:
+        return launch(SOURCE, f"float_gemv_long<{n}>", (rows, pieces), 128, *args)
+    return launch(SOURCE, f"float_gemv<{n}>", (-(-rows // 8), pieces), 256, *args)

@@ -1,0 +1,67 @@
+"""Gated DeltaNet: convolution, delta rule over T rows, commit. State and history are reached through slots: words on
+the device that hold a session's addresses."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from strata.base.errors import need
+from strata.gpu.launch import Launch, Source, f32, i32, launch, pointer
+
+KEYS_A_THREAD = (16, 32)
+"""Instances: keys of the state that one thread holds in registers; four threads share a column."""
+
+SOURCE = Source(
+    "gated_delta.cu",
+    ("gdn_conv", "history_commit", *(f"{k}<{n}>" for k in ("gdn_heads", "gdn_commit") for n in KEYS_A_THREAD)),
+)
+
+
+def gdn_conv(
+    qkv: int, conv: int, w: int, history_slot: int, T: int, channels: int, taps: int, advance: bool, error: int,
+    where: np.uint64,
+) -> list[Launch]:  # fmt: skip
+    """conv (T, channels) from qkv (T, channels), w (taps, channels) and the history (taps - 1, channels) in the slot;
+    advance: the history moves on by T rows."""
+    args = (pointer(qkv), pointer(conv), pointer(w), pointer(history_slot), i32(T), i32(channels), i32(taps),
+            i32(advance), pointer(error), where)  # fmt: skip
+    return [launch(SOURCE, "gdn_conv", -(-channels // 256), 256, *args)]
+
+
+def history_commit(history_slot: int, rows: int, n_keep: int, n: int, width: int) -> list[Launch]:
+    """The history (n, width) in the slot moves on by the first rows (int64 at n_keep) of rows (.., width)."""
+    args = (pointer(history_slot), pointer(rows), pointer(n_keep), i32(n), i32(width))
+    return [launch(SOURCE, "history_commit", -(-width // 256), 256, *args)]
+
+
+def _shape(dk: int, dv: int) -> tuple[int, int, int]:
+    """(keys a thread, threads, dynamic shared bytes)."""
+    need(dk % 4 == 0 and dk <= 4 * KEYS_A_THREAD[-1], "key size of a gated-delta head", found=dk,
+         needed=f"a multiple of 4 up to {4 * KEYS_A_THREAD[-1]}")  # fmt: skip
+    need(dv % 8 == 0 and 32 <= dv <= 128, "value size of a gated-delta head", found=dv, needed="32..128, in eights")
+    keys = next(n for n in KEYS_A_THREAD if 4 * n >= dk)
+    return keys, 4 * dv, 4 * (2 * dk + 4 * dv + 8)
+
+
+def gdn_heads(
+    conv: int, decay: int, beta: int, z: int, a: int, dt: int, norm: int, state_slot: int, y: int, T: int, Hk: int,
+    Hv: int, dk: int, dv: int, channels: int, advance: bool, eps: float, error: int, where: np.uint64,
+) -> list[Launch]:  # fmt: skip
+    """y (T, Hv, dv). decay and beta (T, Hv) hold alpha and raw beta before, their functions after; the state
+    (Hv, dk, dv) is written only with `advance`."""
+    keys, threads, shared_bytes = _shape(dk, dv)
+    q_scale = np.float32(1) / np.sqrt(np.float32(dk))
+    args = (pointer(conv), pointer(decay), pointer(beta), pointer(z), pointer(a), pointer(dt), pointer(norm),
+            pointer(state_slot), pointer(y), i32(T), i32(Hk), i32(Hv), i32(dk), i32(dv), i32(channels), i32(advance),
+            f32(eps), q_scale, pointer(error), where)  # fmt: skip
+    return [launch(SOURCE, f"gdn_heads<{keys}>", Hv, threads, *args, shared_bytes=shared_bytes)]
+
+
+def gdn_commit(
+    conv: int, decay: int, beta: int, state_slot: int, n_keep: int, Hk: int, Hv: int, dk: int, dv: int, channels: int
+) -> list[Launch]:
+    """The state in the slot moves on by the first rows (int64 at n_keep) of the window that left conv, decay, beta."""
+    keys, threads, shared_bytes = _shape(dk, dv)
+    args = (pointer(conv), pointer(decay), pointer(beta), pointer(state_slot), pointer(n_keep), i32(Hk), i32(Hv),
+            i32(dk), i32(dv), i32(channels))  # fmt: skip
+    return [launch(SOURCE, f"gdn_commit<{keys}>", Hv, threads, *args, shared_bytes=shared_bytes)]

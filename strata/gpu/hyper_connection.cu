@@ -1,0 +1,62 @@
+// Hyper-connections: norm of every stream (after adding the last branch's output, where there is one), mixing, add.
+#include "quantise.cuh"
+
+// One block of 256 threads a (stream, row). ADD: X[c] = fma(a[c], y, X[c]) first, and kept.
+// x (rows, C, D), w (C, D), out (T, C, D); first: address of the index of x's first row, or null.
+template <bool ADD>
+KERNEL(256) hc_norm(float *x, const float *y, const float *a, const float *w, float *out, int C, int D, float eps,
+                    const i64 *first, u64 *error, u64 where) {
+    __shared__ float shared[8];
+    int c = blockIdx.x, row = blockIdx.y, t = threadIdx.x;
+    float *stream = x + ((size_t)((first ? *first : 0) + row) * C + c) * D;
+    float *target = out + ((size_t)row * C + c) * D;
+    const float *weight = w + (size_t)c * D;
+    if (ADD) {
+        float strength = a[row * C + c];
+        const float *branch = y + (size_t)row * D;
+        for (int i = t; i < D; i += 256) stream[i] = fma32(strength, branch[i], stream[i]);
+        __syncthreads();
+    }
+    float squares = block_squares(D, [&](int i) { return stream[i]; }, shared);
+    float r = inverse_rms(squares, D, eps);
+    for (int i = t; i < D; i += 256) target[i] = mul32(mul32(stream[i], r), weight[i]);
+    if (t == 0 && !(finite32(squares) && finite32(r))) report(error, where, NOT_FINITE, row);
+}
+
+KERNEL(256) hc_add(float *x, const float *y, const float *a, int C, int D) {
+    int i = blockIdx.x * 256 + threadIdx.x, row = blockIdx.y;
+    if (i >= C * D) return;
+    float *p = x + (size_t)row * C * D + i;
+    *p = fma32(a[row * C + i / D], y[(size_t)row * D + i % D], *p);
+}
+
+// u = mean over streams of sigmoid(gate) normed, a = 2 sigmoid(inject / C); u is quantised too where codes are given.
+// One block of 256 columns of one row. inject, codes32 and codes256 may be null.
+KERNEL(256) hc_mix(const float *normed, const float *gate, float *u, int C, int D, const float *inject, float *a,
+                   i8 *codes32, float *scales32, int *sums32, i8 *codes256, float *scales256, int *sums256, u64 *error,
+                   u64 where) {
+    int t = threadIdx.x, i = blockIdx.x * 256 + t, row = blockIdx.y;
+    float count = i32_f32(C), value = 0.f;
+    bool fine = true;  // an infinite gate would end as a finite sigmoid
+    if (i < D) {
+        for (int c = 0; c < C; c++) {
+            size_t at = ((size_t)row * C + c) * D + i;
+            float g = gate[at], part = mul32(sigmoid32(g), normed[at]);
+            fine = fine && finite32(g);
+            value = c == 0 ? part : add32(value, part);
+        }
+        value = div32(value, count);
+        u[(size_t)row * D + i] = value;
+        fine = fine && finite32(value);
+    }
+    if (inject && blockIdx.x == 0 && t < C) {
+        float s = inject[row * C + t];
+        a[row * C + t] = mul32(2.f, sigmoid32(div32(s, count)));
+        fine = fine && finite32(s);
+    }
+    size_t at = (size_t)row * D + i;
+    // D is a multiple of the group, so a group lies inside the row or outside.
+    if (codes32 && (i & ~31) < D) quantise_value<32>(value, at, codes32, scales32, sums32);
+    if (codes256) quantise_value<256>(value, at, codes256, scales256, sums256);
+    if (!fine) report(error, where, NOT_FINITE, row);
+}

@@ -1,0 +1,142 @@
+// Sparse attention, third part: softmax over the listed cells of each row, in tiles of 64 entries; tiles are computed by
+// blocks of their own and merged in order, so bits do not depend on the grid.
+#include "kv_cells.cuh"
+
+#define TILE 64
+#define THREADS 256
+
+struct List {  // the cells of one row, ascending
+    const int *blocks;
+    int n_blocks, block, entries;
+    i64 tail;
+    DEVICE i64 cell(int e) const {
+        if (block == 0) return tail + e;
+        if (e < n_blocks * block) return (i64)blocks[e / block] * block + e % block;
+        return tail + e - n_blocks * block;
+    }
+};
+
+// block > 0: chosen blocks, then the incomplete tail. block 0: the last `budget` cells (0: all), from *first on.
+DEVICE List list_of(i64 n, const int *blocks, int block, int budget, const i64 *first) {
+    List l;
+    l.blocks = blocks;
+    l.block = block;
+    l.n_blocks = 0;
+    if (block == 0) {
+        l.tail = budget > 0 && n > budget ? n - budget : 0;
+        if (first) {
+            i64 least = *first < n - 1 ? *first : n - 1;
+            l.tail = least > l.tail ? least : l.tail;
+        }
+        l.entries = (int)(n - l.tail);
+    } else {
+        l.n_blocks = n / block < budget ? (int)(n / block) : budget;
+        l.tail = n / block * block;
+        l.entries = l.n_blocks * block + (int)(n - l.tail);
+    }
+    return l;
+}
+
+// Grid: (tiles, KV head * splits, row). A block serves up to G query heads of one KV head. parts: per (row, query head,
+// tile) dh values of o, then m, then l. Shared: G queries, G x 64 scores. Threads beyond dh idle in the last phase.
+template <int G>
+KERNEL(THREADS) qsa_tiles(const float *q, const i64 *pos, const void *const *k_slot, const u16 *const *k_scales_slot,
+                          const void *const *v_slot, const u16 *const *v_scales_slot, const int *blocks, const i64 *first,
+                          float *parts, int H, int Hkv, int dh, int block, int budget, int splits, int most_tiles,
+                          float scale, u64 *error, u64 where) {
+    DYNAMIC_SHARED(bytes);
+    float *query = (float *)bytes, *p = query + G * dh;
+    int row = blockIdx.z, kv = blockIdx.y / splits, split = blockIdx.y % splits, group = H / Hkv;
+    int low = split * group / splits, heads = (split + 1) * group / splits - low, head0 = kv * group + low;
+    List list = list_of(*pos + row + 1, blocks + (size_t)row * budget, block, budget, first);
+    int t = threadIdx.x, lane = t & 31, warp = t >> 5, base = blockIdx.x * TILE;
+    if (base >= list.entries) return;
+    int width = list.entries - base < TILE ? list.entries - base : TILE;
+    for (int i = t; i < heads * dh; i += THREADS) query[i] = q[((size_t)row * H + head0) * dh + i];
+    __syncthreads();
+    const void *k = *k_slot, *v = *v_slot;
+    const u16 *k_scales = k_scales_slot ? *k_scales_slot : nullptr, *v_scales = v_scales_slot ? *v_scales_slot : nullptr;
+    int lanes = lanes_of(dh, 32);
+    bool fine = true;
+    for (int e = warp; e < width; e += THREADS / 32) {
+        size_t head = (size_t)list.cell(base + e) * Hkv + kv;
+        float sum[G];
+#pragma unroll
+        for (int h = 0; h < G; h++) sum[h] = 0.f;
+        if (lane < lanes)
+            for (int i = lane; i < dh; i += lanes) {
+                float key = load_cell(k, k_scales, head, dh, i);
+#pragma unroll
+                for (int h = 0; h < G; h++)
+                    if (h < heads) sum[h] = fma32(query[h * dh + i], key, sum[h]);
+            }
+#pragma unroll
+        for (int h = 0; h < G; h++)
+            if (h < heads) {
+                float s = mul32(warp_tree(sum[h]), scale);
+                fine = fine && finite32(s);
+                if (lane == 0) p[h * TILE + e] = s;
+            }
+    }
+    if (!fine && lane == 0) report(error, where, NOT_FINITE, row);
+    __syncthreads();
+    size_t stride = dh + 2;
+    for (int h = warp; h < heads; h += THREADS / 32) {
+        float a = lane < width ? p[h * TILE + lane] : 0.f, b = lane + 32 < width ? p[h * TILE + lane + 32] : 0.f;
+        float top = p[h * TILE];
+        if (lane < width) top = larger(a, top);
+        if (lane + 32 < width) top = larger(b, top);
+#pragma unroll
+        for (int half = 16; half; half >>= 1) top = larger(__shfl_xor_sync(ALL_LANES, top, half), top);
+        a = lane < width ? exp32(sub32(a, top)) : 0.f;
+        b = lane + 32 < width ? exp32(sub32(b, top)) : 0.f;
+        p[h * TILE + lane] = a;
+        p[h * TILE + lane + 32] = b;
+        float l = warp_tree(add32(a, b));
+        if (lane == 0) {
+            float *part = parts + (((size_t)row * H + head0 + h) * most_tiles + blockIdx.x) * stride + dh;
+            part[0] = top;
+            part[1] = l;
+        }
+    }
+    __syncthreads();
+    for (int i = t; i < dh; i += THREADS) {
+        float o[G];
+#pragma unroll
+        for (int h = 0; h < G; h++) o[h] = 0.f;
+        for (int e = 0; e < width; e++) {
+            float value = load_cell(v, v_scales, (size_t)list.cell(base + e) * Hkv + kv, dh, i);
+#pragma unroll
+            for (int h = 0; h < G; h++) o[h] = fma32(p[h * TILE + e], value, o[h]);
+        }
+#pragma unroll
+        for (int h = 0; h < G; h++)
+            if (h < heads) parts[(((size_t)row * H + head0 + h) * most_tiles + blockIdx.x) * stride + i] = o[h];
+    }
+}
+
+// Grid: (query head, row). Merges a row's tiles in order and applies the gate. q_gate (T, H, 2, dh), y (T, H, dh).
+KERNEL(THREADS) qsa_merge(const float *parts, const float *q_gate, float *y, const i64 *pos, const i64 *first, int H,
+                          int dh, int block, int budget, int most_tiles, u64 *error, u64 where) {
+    int head = blockIdx.x, row = blockIdx.y;
+    List list = list_of(*pos + row + 1, nullptr, block, budget, first);
+    int tiles = (list.entries + TILE - 1) / TILE;
+    size_t at = (size_t)row * H + head, stride = dh + 2;
+    const float *part = parts + at * most_tiles * stride;
+    bool fine = true;
+    for (int i = threadIdx.x; i < dh; i += THREADS) {
+        float o = part[i], m = part[dh], l = part[dh + 1];
+        for (int k = 1; k < tiles; k++) {
+            const float *next = part + k * stride;
+            float top = larger(m, next[dh]), old = exp32(sub32(m, top)), fresh = exp32(sub32(next[dh], top));
+            m = top;
+            l = fma32(next[dh + 1], fresh, mul32(l, old));
+            o = fma32(next[i], fresh, mul32(o, old));
+        }
+        float gate = q_gate[(at * 2 + 1) * dh + i], out = mul32(div32(o, l), sigmoid32(gate));
+        y[at * dh + i] = out;
+        // An infinite gate would end as a finite sigmoid.
+        fine = fine && finite32(out) && finite32(gate);
+    }
+    if (!fine) report(error, where, NOT_FINITE, row);
+}

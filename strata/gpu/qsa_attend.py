@@ -1,0 +1,61 @@
+"""Sparse attention, third part: softmax over the chosen cells of T rows, gated."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from strata.base.errors import need
+from strata.gpu.launch import Launch, Source, i32, launch, pointer
+from strata.gpu.qsa_append import KvSlots
+
+HEADS_A_BLOCK = (1, 2, 4, 6, 12)
+"""Instances: query heads of one KV head that a block serves together; larger groups are split."""
+
+SOURCE = Source("qsa_attend.cu", (*(f"qsa_tiles<{g}>" for g in HEADS_A_BLOCK), "qsa_merge"))
+TILE, THREADS = 64, 256
+ROWS_A_PIECE = 8
+"""Rows of one launch; a chunk takes several, so that its scratch stays that of a window."""
+
+
+def most_tiles(context: int, block: int, budget: int) -> int:
+    """Tiles of the longest list: budget blocks and a tail, the last `budget` cells, or all cells."""
+    entries = min(context, budget * block + block - 1) if block else min(context, budget) if budget else context
+    return -(-entries // TILE)
+
+
+def part_bytes(T: int, H: int, dh: int, context: int, block: int, budget: int) -> int:
+    """Bytes of the scratch for tiles of T rows."""
+    return 4 * min(T, ROWS_A_PIECE) * H * most_tiles(context, block, budget) * (dh + 2)
+
+
+def qsa_attend(
+    q: int, q_gate: int, y: int, pos: tuple[int, ...], cells: KvSlots, blocks: int, first: int, parts: int, T: int,
+    H: int, Hkv: int, dh: int, block: int, budget: int, context: int, error: int, where: np.uint64,
+) -> list[Launch]:  # fmt: skip
+    """y (T, H, dh) from q (T, H, dh), gates in q_gate (T, H, 2, dh) and the K and V cells.
+
+    pos: addresses of int64 positions, one for every piece of 8 rows. blocks (T, budget) int32 or 0 for dense attention
+    over the last `budget` cells (0: all) from the int64 at `first` (0: none) on. parts: scratch of part_bytes.
+    """
+    need(H % Hkv == 0, "query heads do not divide among KV heads", found=f"{H}, {Hkv}")
+    need(len(pos) == -(-T // ROWS_A_PIECE), "positions of the pieces of rows", found=len(pos))
+    group = H // Hkv
+    splits = -(-group // HEADS_A_BLOCK[-1])
+    heads = next(g for g in HEADS_A_BLOCK if g >= -(-group // splits))
+    tiles, scale = most_tiles(context, block, budget), np.float32(1) / np.sqrt(np.float32(dh))
+    out = []
+    for piece, position in enumerate(pos):
+        skip = piece * ROWS_A_PIECE
+        rows = min(ROWS_A_PIECE, T - skip)
+        mine, gates = q + 4 * skip * H * dh, q_gate + 8 * skip * H * dh
+        chosen = blocks + 4 * skip * budget if blocks else 0
+        args = (pointer(mine), pointer(position), pointer(cells.k), pointer(cells.k_scales), pointer(cells.v),
+                pointer(cells.v_scales), pointer(chosen), pointer(first), pointer(parts), i32(H), i32(Hkv), i32(dh),
+                i32(block), i32(budget), i32(splits), i32(tiles), scale, pointer(error), where)  # fmt: skip
+        shared_bytes = 4 * heads * (dh + TILE)
+        grid = (tiles, Hkv * splits, rows)
+        out.append(launch(SOURCE, f"qsa_tiles<{heads}>", grid, THREADS, *args, shared_bytes=shared_bytes))
+        merge = (pointer(parts), pointer(gates), pointer(y + 4 * skip * H * dh), pointer(position), pointer(first),
+                 i32(H), i32(dh), i32(block), i32(budget), i32(tiles), pointer(error), where)  # fmt: skip
+        out.append(launch(SOURCE, "qsa_merge", (H, rows), THREADS, *merge))
+    return out

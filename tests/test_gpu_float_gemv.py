@@ -1,0 +1,87 @@
+"""Float products on the GPU's code, run on the CPU: bits of the definition and of the CPU kernels."""
+
+import numpy as np
+import pytest
+
+from strata.base import arithmetic
+from strata.gpu.float_gemv import FloatMatrix, float_gemv
+from tests.canonical.call import assert_same, check_guards, plain, room, spiked
+from tests.gpu.run_on_cpu import address, needs_compiler, run_all
+
+pytestmark = needs_compiler
+
+
+def stored(values: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """(bytes as the file has them, 16-byte aligned; the float32 values they stand for)."""
+    if kind == "F32":
+        data = values
+    elif kind == "F16":
+        data = values.astype(np.float16)
+        values = data.astype(np.float32)
+    else:
+        data = (values.view(np.uint32) >> 16).astype(np.uint16)
+        values = (data.astype(np.uint32) << 16).view(np.float32)
+    return aligned(data), values
+
+
+def aligned(data: np.ndarray) -> np.ndarray:
+    raw = np.zeros(data.nbytes + 16, np.uint8)
+    start = -raw.ctypes.data % 16
+    out = raw[start : start + data.nbytes].view(data.dtype).reshape(data.shape)
+    out[...] = data
+    return out
+
+
+def check(rng, T: int, K: int, rows: dict[str, int], draw=plain, reverse=False) -> None:
+    x = aligned(draw(rng, T, K))
+    matrices, wanted, outputs, keep = [], [], [], []
+    for kind, n in rows.items():
+        with np.errstate(over="ignore"):
+            data, values = stored(draw(rng, n, K), kind.split()[0])
+        y = room(T, n)
+        keep.append(data)
+        matrices.append(FloatMatrix(kind.split()[0], address(data), n, address(y)))
+        wanted.append(arithmetic.dot_float(values[None], x[:, None]))
+        outputs.append(y)
+    run_all(float_gemv(address(x), T, K, matrices), reverse=reverse)
+    for y, w in zip(outputs, wanted, strict=True):
+        check_guards(y)
+        assert_same(y, w, f"T {T}, K {K}")
+
+
+@pytest.mark.parametrize("K", [8, 16, 24, 32, 40, 64, 256, 320, 640, 2560])
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+def test_short_rows(K, kind):
+    rng = np.random.default_rng(K)
+    for T in (1, 3):
+        check(rng, T, K, {kind: 5}, reverse=T == 3)
+
+
+@pytest.mark.parametrize("K", [4096, 4104, 6144])
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+def test_long_rows(K, kind):
+    rng = np.random.default_rng(K)
+    for T in (1, 4):
+        check(rng, T, K, {kind: 3}, reverse=T == 4)
+
+
+@pytest.mark.parametrize("T", range(1, 9))
+def test_every_number_of_rows(T):
+    rng = np.random.default_rng(T)
+    check(rng, T, 264, {"BF16": 9, "F32": 4})
+    check(rng, T, 4096, {"BF16": 2})
+
+
+@pytest.mark.parametrize("T", [17, 32])
+def test_more_rows_than_a_window(T):
+    check(np.random.default_rng(T), T, 256, {"BF16": 10})
+
+
+def test_several_matrices_are_one_list_of_rows():
+    rng = np.random.default_rng(7)
+    check(rng, 2, 64, {"BF16": 3, "F16": 1, "F32": 9, "BF16 b": 4, "F32 b": 2, "F16 b": 17})
+
+
+@pytest.mark.parametrize("K", [64, 320, 4096])
+def test_spiked_values(K):
+    check(np.random.default_rng(1), 2, K, {"F32": 8, "BF16": 8, "F16": 8}, spiked)

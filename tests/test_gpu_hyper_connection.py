@@ -1,0 +1,87 @@
+"""Hyper-connections on the GPU's code: the tests of the CPU ops, and what only the GPU fuses."""
+
+import numpy as np
+import pytest
+
+from strata.base import arithmetic
+from strata.cpu.hyper_connection import hc_add, hc_mix, hc_norm, hc_squeeze
+from strata.gpu import hyper_connection as gpu
+from strata.gpu.activations import Activations, squeeze
+from strata.gpu.error_word import where
+from tests import test_op_hyper_connection as ops
+from tests.canonical import hyper_connection as reference
+from tests.canonical.call import LAYER, assert_same, guarded, plain, room
+from tests.gpu.as_cpu_op import gpu_call
+from tests.gpu.run_on_cpu import ErrorWord, address, needs_compiler, run_all
+from tests.test_op_hyper_connection import (  # noqa: F401
+    test_add,
+    test_mix,
+    test_mix_reports_non_finite_values,
+    test_mix_without_strength_and_with_saturated_gates,
+    test_norm,
+    test_norm_of_a_head_starts_at_its_row,
+    test_norm_of_zeros_and_of_huge_values,
+    test_norm_reports_non_finite_rows,
+    test_squeeze,
+    test_squeeze_reports_non_finite_values,
+)
+
+pytestmark = needs_compiler
+
+
+def _norm(w, error, at, n):
+    x, weight, y, C, D, eps, first = w[:7]
+    return gpu.hc_norm(x, weight, y, n // C, C, D, eps, error, at, first=first)
+
+
+def _mix(w, error, at, n):
+    normed, gate, u, C, D, inject, a = w[:7]
+    return gpu.hc_mix(normed, gate, u, n // w[9], C, D, error, at, inject=inject, a=a)
+
+
+ADAPTERS = {
+    hc_norm: _norm,
+    hc_squeeze: lambda w, error, at, n: squeeze(w[0], 1, w[1], w[2], error, at),
+    hc_mix: _mix,
+    hc_add: lambda w, error, at, n: gpu.hc_add(w[0], w[1], w[2], n, w[3], w[4]),
+}
+
+
+@pytest.fixture(autouse=True)
+def on_gpu_code(monkeypatch):
+    monkeypatch.setattr(ops, "Call", gpu_call(ADAPTERS))
+
+
+@pytest.mark.parametrize(("C", "D"), [(4, 256), (3, 96), (2, 40)])
+@pytest.mark.parametrize("T", [1, 3])
+def test_add_and_norm_in_one(C, D, T):
+    rng = np.random.default_rng(C + D + T)
+    x, y, a, w = plain(rng, T, C, D), plain(rng, T, D), plain(rng, T, C), plain(rng, C, D)
+    streams, out, error = guarded(x), room(T, C, D), ErrorWord()
+    run_all(gpu.hc_norm(address(streams), address(w), address(out), T, C, D, 1e-6, error.address, where(0, LAYER),
+                        y=address(y), a=address(a)), reverse=T > 1)  # fmt: skip
+    wanted = reference.add(x, y, a)
+    assert_same(streams, wanted)
+    assert_same(out, reference.norm(wanted, w, 1e-6))
+    assert error.reported is None
+
+
+@pytest.mark.parametrize("groups", [(32,), (256,), (32, 256)])
+def test_mix_quantises(groups):
+    T, C, D = 3, 4, 512
+    rng = np.random.default_rng(9)
+    normed, gate = plain(rng, T, C, D), plain(rng, T, C, D)
+    u, error = room(T, D), ErrorWord()
+    areas = [np.zeros(Activations.n_bytes(T, D, g) + 256, np.uint8) for g in groups]
+    outs = [Activations.at(a.ctypes.data + -a.ctypes.data % 256, T, D, g) for a, g in zip(areas, groups, strict=True)]
+    run_all(gpu.hc_mix(address(normed), address(gate), address(u), T, C, D, error.address, where(0, LAYER),
+                       quantised=tuple(outs)))  # fmt: skip
+    wanted = reference.mix(normed, gate)
+    assert_same(u, wanted)
+    for area, out in zip(areas, outs, strict=True):
+        codes, scales, _ = arithmetic.quantise(wanted, out.group)
+        read = lambda at, n, dtype, area=area: area[at - area.ctypes.data :][:n].view(dtype).reshape(T, -1)  # noqa: E731
+        assert_same(read(out.codes, T * D, np.int8), codes)
+        assert_same(read(out.scales, scales.nbytes, np.float32), scales)
+        sums = codes.astype(np.int32).reshape(T, -1, 16).sum(-1, dtype=np.int32)
+        assert_same(read(out.sums, sums.nbytes, np.int32), sums)

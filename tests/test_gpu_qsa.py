@@ -1,0 +1,110 @@
+"""Sparse attention on the GPU's code: the tests of the CPU ops."""
+
+import numpy as np
+import pytest
+
+from strata.base.program import NOT_FINITE
+from strata.cpu.qsa_append import qsa_append, qsa_index
+from strata.cpu.qsa_attend import qsa_attend
+from strata.cpu.qsa_select import qsa_select
+from strata.gpu import qsa_append as gpu_append
+from strata.gpu import qsa_attend as gpu_attend
+from strata.gpu import qsa_select as gpu_select
+from tests import test_op_qsa_append as append_ops
+from tests import test_op_qsa_attend as attend_ops
+from tests import test_op_qsa_select as select_ops
+from tests.canonical.call import LAYER, plain
+from tests.gpu.as_cpu_op import gpu_call
+from tests.gpu.run_on_cpu import needs_compiler
+from tests.test_op_qsa_append import (  # noqa: F401
+    test_a_gate_that_is_not_finite_is_left_to_attention,
+    test_a_prefill_chunk_is_longer_than_the_ring,
+    test_append,
+    test_append_of_a_row_alone,
+    test_append_reports_what_is_not_finite_or_does_not_fit,
+    test_append_without_queries,
+    test_index_over_windows_of_all_sizes,
+    test_index_reports_non_finite_values,
+    test_pooled_keys_do_not_depend_on_how_windows_cut_them,
+    test_rejected_rows_leave_no_trace,
+)
+from tests.test_op_qsa_attend import (  # noqa: F401
+    test_a_block_list_of_several_tiles,
+    test_a_gate_saturates_but_one_that_is_not_finite_is_reported,
+    test_all_blocks_selected_is_dense_attention,
+    test_dense_attention_from_a_first_cell_on,
+    test_dense_attention_over_the_last_cells,
+    test_far_apart_scores_across_tiles,
+    test_head_groups_and_their_splits,
+    test_head_sizes,
+    test_later_cells_are_not_looked_at,
+    test_non_finite_values_are_reported_with_their_row,
+    test_rows_do_not_see_each_other,
+    test_selected_blocks_and_the_tail,
+    test_tiles,
+)
+from tests.test_op_qsa_select import (  # noqa: F401
+    test_equal_scores_go_to_the_lowest_blocks,
+    test_no_complete_block_yet,
+    test_select,
+)
+
+pytestmark = needs_compiler
+CONTEXT = 1024
+
+
+def _append(w, error, at, T):
+    cells = gpu_append.KvSlots(w[8], w[10], w[9], w[11])
+    return gpu_append.qsa_append(*w[:8], cells, T, *w[12:17], error, at)
+
+
+def _select(w, error, at, T):
+    iq, keys, pos, blocks, heads, dim, block, budget = w[:8]
+    scratch = np.full(T * (CONTEXT // block), np.nan, np.float32)
+    _select.keep = scratch
+    return gpu_select.qsa_select(iq, keys, pos, blocks, scratch.ctypes.data, T, heads, dim, block, budget, CONTEXT, error, at)
+
+
+def _attend(w, error, at, n):
+    q, q_gate, y, pos, k, k_scales, v, v_scales, blocks, H, Hkv, dh, block, budget = w[:14]
+    T = n // (Hkv * w[17])
+    scratch = np.full(gpu_attend.part_bytes(T, H, dh, CONTEXT, block, budget) // 4, np.nan, np.float32)
+    _attend.keep = scratch
+    cells = gpu_append.KvSlots(k, v, k_scales, v_scales)
+    return gpu_attend.qsa_attend(q, q_gate, y, (pos,), cells, blocks, w[18], scratch.ctypes.data, T, H, Hkv, dh, block,
+                                 budget, CONTEXT, error, at)  # fmt: skip
+
+
+ADAPTERS = {
+    qsa_append: _append,
+    qsa_index: lambda w, error, at, n: gpu_append.qsa_index(*w[:15], error, at),
+    qsa_select: _select,
+    qsa_attend: _attend,
+}
+
+
+@pytest.fixture(autouse=True)
+def on_gpu_code(monkeypatch):
+    for module in (append_ops, attend_ops, select_ops):
+        monkeypatch.setattr(module, "Call", gpu_call(ADAPTERS))
+
+
+@pytest.mark.parametrize(("where", "row"), [("query", 1), ("key", 1)])
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf])
+def test_bad_scores_are_reported_and_blocks_stay_valid(where, row, bad):
+    rng = np.random.default_rng(3)
+    q, keys = abs(plain(rng, 3, 2, 32)), abs(plain(rng, 20, 32))
+    if where == "query":
+        q[1, 1, 31] = bad
+    else:
+        keys[19, 0] = bad  # complete for rows 1 and 2
+    out, call = select_ops.select(q, keys, 78, 4, 5)
+    assert call.reported == (NOT_FINITE, LAYER, row)
+    assert ((out >= 0) & (out < 20)).all() and (np.diff(out, axis=1) > 0).all()
+
+
+def test_selection_over_many_blocks_in_several_rounds():
+    rng = np.random.default_rng(5)
+    q, keys = plain(rng, 2, 2, 16), plain(rng, 1000, 16)
+    keys[rng.integers(0, 1000, 400)] = keys[3]  # many equal scores
+    select_ops.check(q, keys, 998, 1, 300)
