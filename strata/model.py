@@ -26,7 +26,7 @@ from strata.options import refuse_unknown
 from strata.pack.gguf_file import GgufFile
 from strata.records import ChatResult, Result
 from strata.runtime.session import AUTOMATIC_CHECKPOINTS, SessionState
-from strata.runtime.speculation import Speculator
+from strata.runtime.speculation import Speculator, drafting_facts
 from strata.session import Prompt, Session
 from strata.spec.drafter import DrafterGuard
 from strata.spec.mtp import MtpDrafter
@@ -286,6 +286,7 @@ class Model:
             },
             "pool": b.pool.stats(),
             "ngram": dict(vars(b.ngram.stats)) if b.ngram else None,
+            "drafting": drafting_facts([s.speculator for s in self._states if s.speculator is not None]),
         }
 
     @property

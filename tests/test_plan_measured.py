@@ -3,7 +3,6 @@
 import time
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 import pytest
@@ -73,13 +72,13 @@ class _Decoder:
         return taken
 
 
-@pytest.mark.parametrize(("which", "tokens"), [("tiny", 40), ("wide", 6)])
+@pytest.mark.parametrize(("which", "tokens"), [("tiny", 40), ("wide", 8)])
 def test_predicted_decode_time_is_near_the_measured_one(which, tokens, wide):
-    """On one thread, by its CPU time. Other programs slow a core by sharing it, so kernels and tokens are timed in
-    turns, and what counts is the median over the turns of predicted to measured time."""
+    """On one thread, by its CPU time. Other programs make cores slower and caches colder, never the other way round, so
+    kernels and tokens are timed in turns and the quick ones count: a tenth of the tokens, the fastest rate of a type."""
     path = TINY if which == "tiny" else wide
     facts, machine = read_facts(path), Machine.here()
-    decoder, rounds = _Decoder(path), []
+    decoder, times, predicted = _Decoder(path), [], []
     try:
         for _ in range(8):
             decoder.token_ms()
@@ -87,8 +86,9 @@ def test_predicted_decode_time_is_near_the_measured_one(which, tokens, wide):
             costs = measure_costs(types_of(facts))
             machine = replace(machine, ram_gbps=ram_read_gbps(1), ram_gbps_measured=True)
             p = plan(facts, machine, context=256, kv="f16", threads=1, device="cpu", costs=costs)
-            rounds.append((p.estimate.decode_ms, median(decoder.token_ms() for _ in range(tokens))))
+            predicted.append(p.estimate.decode_ms)
+            times += [decoder.token_ms() for _ in range(tokens)]
     finally:
         decoder.backend.close()
-    ratio = median(predicted / measured for predicted, measured in rounds)
-    assert abs(ratio - 1) <= TOLERANCE, f"predicted and measured ms: {rounds}"
+    measured = float(np.quantile(times, 0.1))
+    assert abs(min(predicted) / measured - 1) <= TOLERANCE, f"predicted {predicted} ms, measured {measured} ms"

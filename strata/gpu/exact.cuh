@@ -46,6 +46,8 @@ DEVICE double fma64(double a, double b, double c) {
     double r; asm("fma.rn.f64 %0,%1,%2,%3;" : "=d"(r) : "d"(a), "d"(b), "d"(c)); return r;
 }
 
+DEVICE float f64_f32(double a) { float r; asm("cvt.rn.f32.f64 %0,%1;" : "=f"(r) : "d"(a)); return r; }
+
 DEVICE u32 bits_of(float a) { return __float_as_uint(a); }
 DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
 DEVICE i64 bits_of64(double a) { return __double_as_longlong(a); }

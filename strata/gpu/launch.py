@@ -53,7 +53,7 @@ class Launch:
         threads = int(np.prod(self.block))
         need(0 < threads <= 1024, f"threads of a block of {self.kernel}", found=threads, needed="1..1024")
         for i, a in enumerate(self.args):
-            if type(a) not in (np.uint64, np.int32, np.int64, np.float32):
+            if type(a) not in (np.uint64, np.int32, np.int64, np.float32, np.float64):
                 raise BadArgument(f"argument {i} of {self.kernel}", found=type(a).__name__, needed="a numpy scalar")
 
 

@@ -61,9 +61,9 @@ class CpuCosts:
     core_gbps: Mapping[str, float] = field(default_factory=dict)
     row_ns: Mapping[str, float] = field(default_factory=dict)
     stream_gbps: Mapping[str, float] = field(default_factory=dict)
-    gdn_ns: float = 0.7
-    commit_ns: float = 0.45
-    attend_ns: float = 0.3
+    gdn_ns: float = 0.65
+    commit_ns: float = 0.4
+    attend_ns: float = 0.2
     hc_ns: float = 2.2
     element_ns: float = 2.0
     expert_ns: float | None = None

@@ -175,7 +175,6 @@ class Generation:
             speculator.observe(proposed, (seconds - drafted_s) * 1e3, tokens[:kept], self.tally)
             if self.done:
                 speculator.end(np.append(session.tokens, np.int32(self._pending)))
-                speculator.add(self.tally)
         sources = [*proposed.sources[: len(draws) - 1], None]
         return [Step(d, s) for d, s in zip(draws[:kept], sources, strict=False)]
 

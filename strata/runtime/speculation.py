@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from strata.base.geometry import WINDOW_ROWS
 from strata.runtime.session import SessionState
 from strata.spec.drafter import NO_DRAFT, Draft, DrafterGuard
 from strata.spec.policy import MAX_DRAFTS, DraftPolicy, Outcome, RoundFacts
@@ -24,18 +27,29 @@ class Tally:
     committed: Counter = field(default_factory=Counter)
     draft_ms: float = 0.0
 
+    def window(self, sources: Sequence[str], n_committed: int, draft_ms: float) -> None:
+        """Count a window: sources of the drafts in it, tokens that it committed."""
+        for place, source in enumerate(sources):
+            self.offered[source, place] += 1
+            if place < n_committed - 1:
+                self.accepted[source, place] += 1
+        self.committed[n_committed] += 1
+        self.draft_ms += draft_ms
+
     def add(self, other: Tally) -> None:
-        self.offered += other.offered
-        self.accepted += other.accepted
-        self.committed += other.committed
+        """Count in what another one counted; safe while that one goes on counting in another thread."""
+        for name in ("offered", "accepted", "committed"):
+            getattr(self, name).update(dict(getattr(other, name)))
         self.draft_ms += other.draft_ms
 
-    def summary(self) -> dict[str, object]:
-        """Plain numbers: totals, and offered and accepted by source and position."""
-        windows = sum(self.committed.values())
-        tokens = sum(n * count for n, count in self.committed.items())
+    def summary(self) -> dict[str, Any]:
+        """Plain numbers: windows, committed_per_window, windows_by_committed (index 0: one token), offered, accepted,
+        draft_ms, and by_source: offered and accepted by position in the window."""
+        committed, offered = dict(self.committed), dict(self.offered)
+        windows = sum(committed.values())
+        tokens = sum(n * count for n, count in committed.items())
         by_source: dict[str, dict[str, list[int]]] = {}
-        for (source, place), count in sorted(self.offered.items()):
+        for (source, place), count in sorted(offered.items()):
             entry = by_source.setdefault(source, {"offered": [], "accepted": []})
             for key, value in (("offered", count), ("accepted", self.accepted[source, place])):
                 entry[key] += [0] * (place + 1 - len(entry[key]))
@@ -43,11 +57,34 @@ class Tally:
         return {
             "windows": windows,
             "committed_per_window": tokens / windows if windows else 0.0,
-            "offered": sum(self.offered.values()),
-            "accepted": sum(self.accepted.values()),
+            "windows_by_committed": [committed.get(n, 0) for n in range(1, WINDOW_ROWS + 1)],
+            "offered": sum(offered.values()),
+            "accepted": sum(e for entry in by_source.values() for e in entry["accepted"]),
             "draft_ms": self.draft_ms,
             "by_source": by_source,
         }
+
+
+def drafting_facts(speculators: Sequence[Speculator]) -> dict[str, Any] | None:
+    """What the speculators of a model did altogether, and what their policy knows; None without any.
+
+    Beside the fields of `Tally.summary`: drafters, why a user's drafter was switched_off (or None), window_ms of
+    T = 1..8 rows and one_draft_ms as expected now (0.0 before the first window), probe_share of all time so far.
+    """
+    if not speculators:
+        return None
+    first, total = speculators[0], Tally()
+    for speculator in speculators:
+        total.add(speculator.total)
+    policy, guard = first.policy, first.guard
+    own = ["user"] if guard is not None else ["mtp"] if first.session.mtp is not None else []
+    return total.summary() | {
+        "drafters": [*own, "lookup"],
+        "switched_off": None if guard is None else guard.disabled,
+        "window_ms": [policy.window_ms(T) for T in range(1, WINDOW_ROWS + 1)],
+        "one_draft_ms": policy.draft_ms if own else 0.0,
+        "probe_share": policy.probe_ms / policy.total_ms if policy.total_ms > 0 else 0.0,
+    }
 
 
 @dataclass(frozen=True)
@@ -67,6 +104,7 @@ NOTHING = Proposed()
 class Speculator:
     """Drafts of one session under a policy that the whole model shares.
 
+    total   what drafting did since the session's memory was made
     guard   a user's own drafter, or None: then the session's draft layer is used, if it has one
     """
 
@@ -88,10 +126,6 @@ class Speculator:
     def end(self, tokens: np.ndarray) -> None:
         """The answer is over: prompt and answer, as far as the lookup knows them."""
         self._known = tokens
-
-    def add(self, tally: Tally) -> None:
-        """Count a generation into the session's total."""
-        self.total.add(tally)
 
     def propose(self, pending: int, room: int) -> Proposed:
         """Drafts for the window that begins with `pending`; room: most drafts it may hold."""
@@ -137,8 +171,5 @@ class Speculator:
         T = 1 + len(proposed.tokens)
         self.policy.observe(Outcome(T, ms, proposed.draft_ms, committed, proposed.drafts))
         self.lookup.extend(committed)
-        for place, source in enumerate(proposed.sources):
-            tally.offered[source, place] += 1
-            tally.accepted[source, place] += place < len(committed) - 1
-        tally.committed[len(committed)] += 1
-        tally.draft_ms += proposed.draft_ms
+        for counted in (tally, self.total):
+            counted.window(proposed.sources, len(committed), proposed.draft_ms)

@@ -352,6 +352,7 @@ static inline unsigned short f32_half(float a) {
     if (m < 0x38800000u) return (unsigned short)(sign | (bits_of(float_of(m) + 0.5f) - 0x3f000000u));
     return (unsigned short)(sign | (m - 0x38000000u + 0xfffu + (m >> 13 & 1)) >> 13);
 }
+static inline float f64_f32(double a) { return (float)a; }
 static inline double add64(double a, double b) { return a + b; }
 static inline double mul64(double a, double b) { return a * b; }
 static inline double div64(double a, double b) { return a / b; }

@@ -3,8 +3,8 @@
 The rule has 256 lanes, or the largest power of two of values that a shorter row has; they are all kept in registers, so
 one activation row is taken at a time. Every matrix row is read from end to end, as only that runs at memory speed. For
 several activation rows this is done for a block of matrix rows, which is then in the cache for the other activation
-rows, and while these use it, the next block is asked for. Long rows are cut into segments whose activations fit into the
-first cache; between segments the lanes wait in memory.
+rows, and while these use it, the next block is asked for. Long rows are cut into segments whose activations fit into
+the first cache; between segments the lanes wait in memory.
 """
 
 from __future__ import annotations
@@ -143,80 +143,108 @@ class _Lanes:
         b.position_at_end(done)
 
 
-def _rows(m: _Matrix, lanes: int, R: int) -> None:
-    """All rows of the matrix, `lanes` of them in registers."""
-    s, b = m.s, m.s.b
-    sums = _Lanes(m, lanes // m.width)
-    full = b.lshr(m.K, s.const(i64, lanes.bit_length() - 1))
-    start = s.times(full, lanes)
-    left = b.sub(m.K, start)
-    step_bytes = lanes * m.value_bytes
-    lines = -(-step_bytes // _LINE)
-    if R > 1:  # the next block, in the turns of all activation rows but the first
-        lines = -(-lines // (R - 1))
+def _lesser(s: Simd, x: Value, y: Value) -> Value:
+    return s.b.select(s.b.icmp_signed("<", x, y), x, y)
 
-    def lesser(x: Value, y: Value) -> Value:
-        return b.select(b.icmp_signed("<", x, y), x, y)
 
-    def one(i: Value, r: Value, segment: Value, kept: Value | None, next_block: Value) -> None:
-        """A segment of matrix row i for activation row r."""
+def _power_of_two(m: _Matrix, powers: range) -> Value:
+    """The largest 2^k <= K of the powers k, or the first of them."""
+    s = m.s
+    n = s.const(i64, 1 << powers[0])
+    for k in powers[1:]:
+        n = s.b.select(s.b.icmp_signed(">=", m.K, s.const(i64, 1 << k)), s.const(i64, 1 << k), n)
+    return n
+
+
+class _LongRows:
+    """Rows of at least 256 values."""
+
+    def __init__(self, m: _Matrix, R: int):
+        s, b = m.s, m.s.b
+        self.m, self.R, self.lanes = m, R, _Lanes(m, MAX_LANES // m.width)
+        self.full = b.lshr(m.K, s.const(i64, MAX_LANES.bit_length() - 1))
+        self.start = s.times(self.full, MAX_LANES)
+        self.left = b.sub(m.K, self.start)
+        self.step_bytes = MAX_LANES * m.value_bytes
+
+    def _ask(self, row: Value, r: Value, at: Value, next_block: Value) -> None:
+        """Prefetches of step `at` of a row.
+
+        One activation row, rows of one segment: what comes 4 KB later. Else the same place in the next block, into the
+        second cache, in equal parts with every activation row but the first: in longer jumps the processor sees no
+        order that it would follow by itself.
+        """
+        s, b = self.m.s, self.m.s.b
+        place = s.at(row, s.times(at, self.step_bytes))
+        lines = self.step_bytes // _LINE
+        if self.R == 1:
+            with b.if_else(b.icmp_signed("<=", self.full, s.const(i64, _SEGMENT_STEPS))) as (near, far):
+                with near:
+                    for line in range(lines):
+                        s.prefetch(place, PREFETCH_BYTES + _LINE * line)
+                with far:
+                    for line in range(lines):
+                        s.prefetch(s.at(place, next_block), _LINE * line, level=2)
+            return
+        lines = -(-lines // (self.R - 1))
+        with b.if_then(b.icmp_signed(">", r, s.const(i64, 0))):
+            part = s.times(b.sub(r, s.const(i64, 1)), lines * _LINE)
+            for line in range(lines):
+                s.prefetch(s.at(place, b.add(next_block, part)), _LINE * line, level=2)
+
+    def _segment(self, i: Value, r: Value, segment: Value, kept: Value, next_block: Value) -> None:
+        """A segment of matrix row i times activation row r. kept: where the lanes wait."""
+        m, s, b = self.m, self.m.s, self.m.s.b
         row, x = m.row(i), m.x(r)
         first = s.times(segment, _SEGMENT_STEPS)
-        later = b.icmp_signed(">", segment, s.const(i64, 0))
-        if kept is None:
-            sums.clear()
-        else:
-            with b.if_else(later) as (then, otherwise):
-                with then:
-                    sums.fetch(kept)
-                with otherwise:
-                    sums.clear()
-        ahead = s.const(i64, PREFETCH_BYTES)
-        if R > 1:
-            ahead = b.add(next_block, s.times(b.sub(r, s.const(i64, 1)), lines * _LINE))
-            ahead = b.select(b.icmp_signed(">", r, s.const(i64, 0)), ahead, s.const(i64, 0))
-        steps = lesser(s.const(i64, _SEGMENT_STEPS), b.sub(full, first)) if kept is not None else full
+        steps = _lesser(s, s.const(i64, _SEGMENT_STEPS), b.sub(self.full, first))
+        self.lanes.clear()
+        with b.if_then(b.icmp_signed(">", segment, s.const(i64, 0))):
+            self.lanes.fetch(kept)
         with s.loop(steps) as u:
             at = b.add(first, u)
-            for line in range(lines):
-                s.prefetch(s.at(row, b.add(s.times(at, step_bytes), ahead)), _LINE * line, level=1 if R == 1 else 2)
-            sums.take_step(row, x, s.times(at, lanes))
+            self._ask(row, r, at, next_block)
+            self.lanes.take_step(row, x, s.times(at, MAX_LANES))
+        with b.if_else(b.icmp_signed("<", b.add(first, steps), self.full)) as (more, last):
+            with more:
+                self.lanes.keep(kept)
+            with last:
+                self.lanes.take_rest(row, x, self.start, self.left)
+                m.finish(i, r, self.lanes.values())
 
-        def finish() -> None:
-            s.prefetch(s.at(row, b.add(s.times(start, m.value_bytes), ahead)))
-            sums.take_rest(row, x, start, left)
-            m.finish(i, r, sums.values())
-
-        if kept is None:
-            finish()
-        else:
-            with b.if_else(b.icmp_signed("<", b.add(first, steps), full)) as (then, otherwise):
-                with then:
-                    sums.keep(kept)
-                with otherwise:
-                    finish()
-
-    n_blocks = b.lshr(b.add(m.n_rows, s.const(i64, _BLOCK_ROWS - 1)), s.const(i64, _BLOCK_ROWS.bit_length() - 1))
-    kept_bytes = 4 * lanes
-    kept = s.scratch(_BLOCK_ROWS * R * kept_bytes) if lanes == MAX_LANES else None
-    n_segments = b.lshr(b.add(full, s.const(i64, _SEGMENT_STEPS - 1)), s.const(i64, _SEGMENT_STEPS.bit_length() - 1))
-    with s.loop(n_blocks) as block:
-        first = s.times(block, _BLOCK_ROWS)
-        count = lesser(s.const(i64, _BLOCK_ROWS), b.sub(m.n_rows, first))
-        next_block = b.mul(count, m.stride)
-        with s.loop(n_segments if kept is not None else 1) as segment, s.loop(R) as r, s.loop(count) as i:
-            place = kept
-            if kept is not None:
-                place = s.at(kept, s.times(b.add(s.times(i, R), r), kept_bytes))
-            one(b.add(first, i), r, segment, place, next_block)
+    def write(self) -> None:
+        m, s, b = self.m, self.m.s, self.m.s.b
+        kept_bytes = 4 * MAX_LANES
+        kept = s.scratch(_BLOCK_ROWS * self.R * kept_bytes)
+        n_segments = b.udiv(b.add(self.full, s.const(i64, _SEGMENT_STEPS - 1)), s.const(i64, _SEGMENT_STEPS))
+        n_blocks = b.udiv(b.add(m.n_rows, s.const(i64, _BLOCK_ROWS - 1)), s.const(i64, _BLOCK_ROWS))
+        with s.loop(n_blocks) as block:
+            first = s.times(block, _BLOCK_ROWS)
+            count = _lesser(s, s.const(i64, _BLOCK_ROWS), b.sub(m.n_rows, first))
+            next_block = b.mul(count, m.stride)
+            with s.loop(n_segments) as segment, s.loop(self.R) as r, s.loop(count) as i:
+                place = s.at(kept, s.times(b.add(s.times(i, self.R), r), kept_bytes))
+                self._segment(b.add(first, i), r, segment, place, next_block)
 
 
 def _short_rows(m: _Matrix, R: int) -> None:
-    """Rows of less than a vector: the largest power of two of values, then the rest on the same lanes."""
+    """Rows of less than 256 values, at least a vector: so many lanes, then the rest on the same lanes."""
     s, b = m.s, m.s.b
-    n = s.const(i64, 1)
-    for k in range(1, m.width.bit_length() - 1):
-        n = b.select(b.icmp_signed(">=", m.K, s.const(i64, 1 << k)), s.const(i64, 1 << k), n)
+    lanes = _Lanes(m, MAX_LANES // 2 // m.width)
+    n = _power_of_two(m, range(m.width.bit_length() - 1, MAX_LANES.bit_length() - 1))
+    with s.loop(m.n_rows) as i, s.loop(R) as r:
+        row, x = m.row(i), m.x(r)
+        lanes.clear()
+        lanes.take_rest(row, x, s.const(i64, 0), n)
+        lanes.take_rest(row, x, n, b.sub(m.K, n))
+        s.prefetch(row, PREFETCH_BYTES)
+        m.finish(i, r, lanes.values())
+
+
+def _tiny_rows(m: _Matrix, R: int) -> None:
+    """Rows of less than a vector."""
+    s, b = m.s, m.s.b
+    n = _power_of_two(m, range(m.width.bit_length() - 1))
     with s.loop(m.n_rows) as i, s.loop(R) as r:
         row, x, total = m.row(i), m.x(r), s.zero(f32, m.width)
         for start, count in ((s.const(i64, 0), n), (n, b.sub(m.K, n))):
@@ -226,15 +254,12 @@ def _short_rows(m: _Matrix, R: int) -> None:
 
 def _emit(s: Simd, name: str, R: int, tier: int) -> None:
     m, b = _Matrix(s, name, tier), s.b
-    lanes = MAX_LANES
-    while lanes >= m.width:
-        fits = b.icmp_signed(">=", m.K, s.const(i64, lanes))
-        if lanes < MAX_LANES:
-            fits = b.and_(fits, b.icmp_signed("<", m.K, s.const(i64, 2 * lanes)))
-        with b.if_then(fits):
-            _rows(m, lanes, R)
-        lanes //= 2
-    with b.if_then(b.icmp_signed("<", m.K, s.const(i64, m.width))):
+    long, tiny = (b.icmp_signed(sign, m.K, s.const(i64, n)) for sign, n in ((">=", MAX_LANES), ("<", m.width)))
+    with b.if_then(long):
+        _LongRows(m, R).write()
+    with b.if_then(tiny):
+        _tiny_rows(m, R)
+    with b.if_then(b.not_(b.or_(long, tiny))):
         _short_rows(m, R)
 
 

@@ -1,0 +1,49 @@
+// Around the products of experts: SwiGLU with the quantiser of the down product, and the exact combine.
+#include "quantise.cuh"
+
+// h = silu(g s_g) (u s_u) on rows of F values, GROUP 32 or 256: as activations, 0: as float32 into h. g_scales, u_scales
+// (E,) by expert id of the row (ids), or null. Grid: (F / 256, rows).
+template <int GROUP>
+KERNEL(256) swiglu(const float *g, const float *u, const int *ids, const float *g_scales, const float *u_scales, float *h,
+                   i8 *codes, float *scales, int *sums, int F, u64 *error, u64 where) {
+    int i = blockIdx.x * 256 + threadIdx.x, row = blockIdx.y;
+    size_t at = (size_t)row * F + i;
+    float value = 0.f;
+    if (i < F) {
+        float a = g[at], b = u[at];
+        if (g_scales) {
+            a = mul32(a, g_scales[ids[row]]);
+            b = mul32(b, u_scales[ids[row]]);
+        }
+        value = swiglu32(a, b);
+    }
+    bool fine = true;
+    if (GROUP == 0) {
+        if (i < F) h[at] = value;
+    } else if ((i & ~31) < F) {
+        fine = quantise_value<GROUP ? GROUP : 32>(value, at, codes, scales, sums);
+    }
+    if (!fine && (threadIdx.x & 31) == 0) report(error, where, NOT_FINITE, ids ? ids[row] : 0);
+}
+
+// y (T, D) = exact sum over K routed experts (outputs (T, K, D), weights (T, K)), the shared one (T, D) weighted by
+// sigmoid(gate (T,)), and `extra` (T, D) int64, sums of terms from elsewhere, or null. A routed output counts if
+// `mine` (T, K) is null or not 0 there. down_scales (E,) by expert, or null. Grid: (D / 256, T).
+KERNEL(256) combine(const float *outputs, const int *ids, const float *weights, const float *down_scales, const u8 *mine,
+                    const float *shared, const float *gate, const i64 *extra, float *y, int K, int D, u64 *error, u64 where) {
+    int i = blockIdx.x * 256 + threadIdx.x, row = blockIdx.y;
+    if (i >= D) return;
+    float s = gate[row];
+    bool fine = finite32(s);  // an infinite one would end as a finite sigmoid
+    i64 total = extra ? extra[(size_t)row * D + i] : 0;
+    for (int j = 0; j < K; j++) {
+        int entry = row * K + j;
+        if (mine && !mine[entry]) continue;
+        float out = outputs[(size_t)entry * D + i];
+        if (down_scales) out = mul32(out, down_scales[ids[entry]]);
+        total += combine_term(weights[entry], out, fine);
+    }
+    total += combine_term(sigmoid32(s), shared[(size_t)row * D + i], fine);
+    y[(size_t)row * D + i] = combine_back(total);
+    if (!fine) report(error, where, COMBINE_OVERFLOW, row);
+}

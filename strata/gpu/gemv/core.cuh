@@ -1,0 +1,211 @@
+// Products of relaid matrices with quantised rows: what all formats share.
+//
+// A matrix is cut into row blocks of four rows (relayout.py). A warp works on R of them; eight threads share a row, thread
+// q of them holds lanes 2q and 2q + 1 of the format's lane rule. Along the row, a step is what gives every thread one
+// piece of work; a chunk is one or two steps, so that a thread loads 16 bytes of codes at once.
+//
+// A format F has
+//   Raw                     its Layout: what a thread loads of a chunk
+//   VALUES                  values of a block
+//   Step, unpack(raw, e, q, table)      signed bytes and scales of step e
+//   X, read(columns, t, first, q)       the activations that meet them, first the step's first value
+//   dot(step, x, v, m)                  one fma per lane
+//   MINIMUM                 0, or 1 and -1 for four more lanes in m that are added or subtracted
+//   TABLE, TABLE_AT         words of its grid table and their place among the tables, 0 without
+#pragma once
+#include "sums.cuh"
+
+// Copies BYTES bytes into words; less than a word fills its low part.
+template <int BYTES>
+DEVICE void fetch(const u8 *p, u32 *to) {
+    if constexpr (BYTES == 16) {
+        uint4 v = load_once((const uint4 *)p);
+        to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+    } else if constexpr (BYTES == 8) {
+        uint2 v = load_once((const uint2 *)p);
+        to[0] = v.x, to[1] = v.y;
+    } else if constexpr (BYTES == 4) {
+        to[0] = load_once((const u32 *)p);
+    } else if constexpr (BYTES == 2) {
+        to[0] = __ldg((const u16 *)p);
+    } else if constexpr (BYTES == 1) {
+        to[0] = __ldg(p);
+    }
+}
+
+// Where the bytes of a chunk lie: up to five sections, section i with I items of B bytes a step; an item serves 8 / I
+// threads. In a chunk of E steps a section is [row of 4][item][step][B]. A step that is left at the end of a row lies
+// alone, with the items of its n <= P blocks: [row of 4][item][B].
+template <int E, int P, int I0, int B0, int I1, int B1, int I2 = 0, int B2 = 0, int I3 = 0, int B3 = 0, int I4 = 0,
+          int B4 = 0>
+struct Layout {
+    enum {
+        STEPS = E,
+        BLOCKS = P,
+        O1 = 4 * E * I0 * B0,
+        O2 = O1 + 4 * E * I1 * B1,
+        O3 = O2 + 4 * E * I2 * B2,
+        O4 = O3 + 4 * E * I3 * B3,
+        CHUNK = O4 + 4 * E * I4 * B4,
+        STEP = CHUNK / E
+    };
+    u32 a[(E * B0 + 3) / 4], b[(E * B1 + 3) / 4], c[(E * B2 + 3) / 4 + !B2], d[(E * B3 + 3) / 4 + !B3],
+        e[(E * B4 + 3) / 4 + !B4];
+
+    template <int O, int I, int B>
+    DEVICE static void section(const u8 *chunk, int row, int q, u32 *to) {
+        fetch<E * B>(chunk + O + E * B * (I * row + (I * q >> 3)), to);
+    }
+    template <int O, int I, int B>
+    DEVICE static void last(const u8 *step, int row, int q, int n, u32 *to) {
+        fetch<B>(step + O / E / P * n + B * (I * n / P * row + (I * q >> 3)), to);
+    }
+    DEVICE void load(const u8 *chunk, int row, int q) {
+        section<0, I0, B0>(chunk, row, q, a);
+        section<O1, I1, B1>(chunk, row, q, b);
+        section<O2, I2, B2>(chunk, row, q, c);
+        section<O3, I3, B3>(chunk, row, q, d);
+        section<O4, I4, B4>(chunk, row, q, e);
+    }
+    DEVICE void load_last(const u8 *step, int row, int q, int n) {
+        last<0, I0, B0>(step, row, q, n, a);
+        last<O1, I1, B1>(step, row, q, n, b);
+        last<O2, I2, B2>(step, row, q, n, c);
+        last<O3, I3, B3>(step, row, q, n, d);
+        last<O4, I4, B4>(step, row, q, n, e);
+    }
+};
+
+// T rows of activations: row[t] is the index of the row's first value.
+template <int T>
+struct Columns {
+    const i8 *codes;
+    const float *scales;
+    const int *sums;
+    u32 row[T];
+};
+
+DEVICE uint2 codes8(const i8 *p) { return __ldg((const uint2 *)p); }
+DEVICE uint4 codes16(const i8 *p) { return __ldg((const uint4 *)p); }
+
+// Float of an integer that was added to a multiple of these bits, exact below 2^22: cheaper than a conversion.
+#define WHOLE 0x4b400000  // 1.5 * 2^23
+DEVICE float whole(int bits) { return sub32(float_of(bits), 12582912.f); }
+
+// Bytes 16 (code - 8) and 8 (code - 16) give sums in sixteenths and eighths: the same with smaller numbers.
+#define SIXTEENTHS 0x49400000  // 1.5 * 2^19
+#define EIGHTHS 0x49c00000     // 1.5 * 2^20
+DEVICE float sixteenths(int bits) { return sub32(float_of(bits), 786432.f); }
+DEVICE float eighths(int bits) { return sub32(float_of(bits), 1572864.f); }
+
+DEVICE float half_of(const u32 *words, int i) { return half_f32((u16)(words[i >> 1] >> 16 * (i & 1))); }
+
+// Bytes below 128, each less `bias`, as signed bytes.
+DEVICE u32 less(u32 bytes, u32 bias) { return (bytes + (0x80u - bias) * 0x01010101u) ^ 0x80808080u; }
+
+template <class F, int R, int T>
+struct Lanes {
+    float v[R][T][2], m[R][T];
+};
+
+template <class F, int R, int T>
+DEVICE void add_step(const typename F::Raw (&raw)[R], int e, int q, u32 first, const Columns<T> &x, const u32 *table,
+                     Lanes<F, R, T> &lanes) {
+    typename F::Step step[R];
+#pragma unroll
+    for (int r = 0; r < R; r++) step[r] = F::unpack(raw[r], e, q, table);
+#pragma unroll
+    for (int t = 0; t < T; t++) {
+        typename F::X values = F::read(x, t, first, q);
+#pragma unroll
+        for (int r = 0; r < R; r++) F::dot(step[r], values, lanes.v[r][t], lanes.m[r][t]);
+    }
+}
+
+// Row blocks at block[r] times T columns; y is the same in the eight threads of a row. DEPTH chunks are on their way
+// while one is computed.
+template <class F, int R, int T, int DEPTH>
+DEVICE void multiply(const u8 *const (&block)[R], int K, const Columns<T> &x, const u32 *table, float (&y)[R][T]) {
+    typedef typename F::Raw Raw;
+    const int E = Raw::STEPS, P = Raw::BLOCKS, STEP_VALUES = P * F::VALUES;
+    int lane = threadIdx.x & 31, row = lane >> 3, q = lane & 7;
+    int blocks = K / F::VALUES, chunks = blocks / (E * P);
+    Lanes<F, R, T> lanes;
+#pragma unroll
+    for (int r = 0; r < R; r++)
+#pragma unroll
+        for (int t = 0; t < T; t++) lanes.v[r][t][0] = lanes.v[r][t][1] = lanes.m[r][t] = 0.f;
+
+    Raw ring[DEPTH][R];
+#pragma unroll
+    for (int i = 0; i < DEPTH; i++)
+        if (i < chunks)
+#pragma unroll
+            for (int r = 0; r < R; r++) ring[i][r].load(block[r] + i * Raw::CHUNK, row, q);
+    for (int start = 0; start < chunks; start += DEPTH) {
+#pragma unroll
+        for (int i = 0; i < DEPTH; i++) {
+            int c = start + i;
+            if (c >= chunks) break;
+            Raw now[R];
+#pragma unroll
+            for (int r = 0; r < R; r++) now[r] = ring[i][r];
+            if (c + DEPTH < chunks)
+#pragma unroll
+                for (int r = 0; r < R; r++) ring[i][r].load(block[r] + (size_t)(c + DEPTH) * Raw::CHUNK, row, q);
+#pragma unroll
+            for (int e = 0; e < E; e++) add_step<F, R, T>(now, e, q, (c * E + e) * STEP_VALUES, x, table, lanes);
+        }
+    }
+    if constexpr (E * P > 1) {
+        size_t at = (size_t)chunks * Raw::CHUNK;
+        for (int b = chunks * E * P; b < blocks; b += P) {
+            int n = blocks - b < P ? blocks - b : P;
+            if (q * P / 8 < n) {
+                Raw now[R];
+#pragma unroll
+                for (int r = 0; r < R; r++) now[r].load_last(block[r] + at, row, q, n);
+                add_step<F, R, T>(now, 0, q, b * F::VALUES, x, table, lanes);
+            }
+            at += Raw::STEP;
+        }
+        __syncwarp();
+    }
+    // The fixed tree over 16 lanes: distances 8, 4 and 2 join threads, 1 the two lanes of a thread.
+#pragma unroll
+    for (int r = 0; r < R; r++)
+#pragma unroll
+        for (int t = 0; t < T; t++) {
+#pragma unroll
+            for (int half = 4; half; half >>= 1)
+#pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    float other = __shfl_xor_sync(ALL_LANES, lanes.v[r][t][j], half);
+                    lanes.v[r][t][j] = add32(lanes.v[r][t][j], other);
+                }
+            float sum = add32(lanes.v[r][t][0], lanes.v[r][t][1]);
+            if constexpr (F::MINIMUM != 0) {
+                float m = lanes.m[r][t];
+                m = add32(m, __shfl_xor_sync(ALL_LANES, m, 4));
+                m = add32(m, __shfl_xor_sync(ALL_LANES, m, 2));
+                sum = F::MINIMUM > 0 ? add32(sum, m) : sub32(sum, m);
+            }
+            y[r][t] = add32(sum, 0.f);
+        }
+}
+
+// Bytes of a row block: four rows, rounded up to 16.
+template <class F>
+DEVICE size_t row_block_bytes(int K) {
+    return ((size_t)(K / F::VALUES) * (F::Raw::STEP / F::Raw::BLOCKS) + 15) & ~(size_t)15;
+}
+
+// All threads of a block bring the format's table into shared memory; ends with a barrier.
+template <class F>
+DEVICE void stage(u32 *shared, const u32 *tables) {
+    if constexpr (F::TABLE > 0) {
+        for (int i = threadIdx.x; i < F::TABLE / 4; i += blockDim.x)
+            ((uint4 *)shared)[i] = __ldg((const uint4 *)(tables + F::TABLE_AT) + i);
+        __syncthreads();
+    }
+}

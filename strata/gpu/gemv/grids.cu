@@ -1,0 +1,3 @@
+// Products with the formats of grids.cuh.
+#include "gemv/grids.cuh"
+#include "gemv/kernels.cuh"

@@ -1,0 +1,3 @@
+// Products with the formats of iq4_xs.cuh.
+#include "gemv/iq4_xs.cuh"
+#include "gemv/kernels.cuh"

@@ -1,0 +1,3 @@
+// Products with the formats of k.cuh.
+#include "gemv/k.cuh"
+#include "gemv/kernels.cuh"

@@ -1,0 +1,3 @@
+// Products with the formats of q2_0.cuh.
+#include "gemv/q2_0.cuh"
+#include "gemv/kernels.cuh"

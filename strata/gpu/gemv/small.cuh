@@ -1,0 +1,58 @@
+// Blocks of 32 and 64 values: how their integers meet activations and lanes.
+#pragma once
+#include "gemv/core.cuh"
+
+// Blocks of 32 values whose 16 code bytes hold values 0..15 and 16..31; four blocks a step, thread q takes bytes
+// 8 (q mod 2) .. + 7 of block q / 2. SUM: what turns an integer sum, started at START, into a float.
+template <int MINIMUM_>
+struct Halves {
+    enum { VALUES = 32, MINIMUM = MINIMUM_, TABLE = 0, TABLE_AT = 0 };
+    struct Step {
+        u32 low[2], high[2];
+        float d, m;
+    };
+    struct X {
+        uint2 low, high;
+        float d;
+        int sum;
+    };
+    template <int T>
+    DEVICE static X read(const Columns<T> &x, int t, u32 first, int q) {
+        u32 block = x.row[t] + first + 32 * (q >> 1);
+        const i8 *codes = x.codes + block + 8 * (q & 1);
+        X v = {codes8(codes), codes8(codes + 16), __ldg(x.scales + (block >> 5)), 0};
+        if constexpr (MINIMUM != 0) {
+            int2 s = __ldg((const int2 *)(x.sums + (block >> 4)));
+            v.sum = s.x + s.y;
+        }
+        return v;
+    }
+};
+
+template <int START, int MINIMUM_>
+struct HalvesFrom : Halves<MINIMUM_> {
+    typedef Halves<MINIMUM_> Base;
+    DEVICE static float sum_of(int bits) {
+        return START == SIXTEENTHS ? sixteenths(bits) : START == EIGHTHS ? eighths(bits) : whole(bits);
+    }
+    DEVICE static void dot(const typename Base::Step &s, const typename Base::X &x, float (&v)[2], float &m) {
+        float c = mul32(s.d, x.d);
+        v[0] = fma32(sum_of(dot4(s.high[0], x.high.x, dot4(s.low[0], x.low.x, START))), c, v[0]);
+        v[1] = fma32(sum_of(dot4(s.high[1], x.high.y, dot4(s.low[1], x.low.y, START))), c, v[1]);
+        if constexpr (MINIMUM_ != 0) m = fma32(whole(WHOLE + x.sum), mul32(s.m, x.d), m);
+    }
+};
+
+// A codebook of 16 bytes in four words: the bytes of nibbles 0..3 and 4..7 of w.
+DEVICE void look_up(u32 w, u32 c0, u32 c1, u32 c2, u32 c3, u32 &low, u32 &high) {
+    u32 index = w & 0x77777777u, side = (w >> 1 & 0x44444444u) | 0x32103210u;
+    low = __byte_perm(__byte_perm(c0, c1, index), __byte_perm(c2, c3, index), side);
+    index >>= 16;
+    high = __byte_perm(__byte_perm(c0, c1, index), __byte_perm(c2, c3, index), side >> 16);
+}
+DEVICE void look_up_nl(u32 w, u32 &low, u32 &high) {
+    look_up(w, 0xbfad9881u, 0xf6eaddcfu, 0x26190d01u, 0x71594535u, low, high);
+}
+DEVICE void look_up_e2m1(u32 w, u32 &low, u32 &high) {
+    look_up(w, 0x03020100u, 0x0c080604u, 0xfdfeff00u, 0xf4f8fafcu, low, high);
+}

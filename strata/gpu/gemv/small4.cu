@@ -1,0 +1,3 @@
+// Products with the formats of small4.cuh.
+#include "gemv/small4.cuh"
+#include "gemv/kernels.cuh"

@@ -1,0 +1,92 @@
+// 4-bit codes in blocks of 32 values (Q4_0, Q4_1, IQ4_NL, MXFP4) and of 64 (NVFP4).
+#pragma once
+#include "gemv/small.cuh"
+
+struct Q4_0 : HalvesFrom<SIXTEENTHS, 0> {
+    typedef Layout<2, 4, 8, 8, 4, 2> Raw;
+    DEVICE static Step unpack(const Raw &raw, int e, int, const u32 *) {
+        Step s;
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            u32 w = raw.a[2 * e + j];
+            s.low[j] = (w << 4 & 0xf0f0f0f0u) ^ 0x80808080u;  // 16 (code - 8)
+            s.high[j] = (w & 0xf0f0f0f0u) ^ 0x80808080u;
+        }
+        s.d = half_of(raw.b, e);
+        return s;
+    }
+};
+
+struct Q4_1 : HalvesFrom<WHOLE, 1> {
+    typedef Layout<2, 4, 8, 8, 4, 4> Raw;
+    DEVICE static Step unpack(const Raw &raw, int e, int, const u32 *) {
+        Step s;
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            u32 w = raw.a[2 * e + j];
+            s.low[j] = w & 0x0f0f0f0fu;
+            s.high[j] = w >> 4 & 0x0f0f0f0fu;
+        }
+        s.d = half_of(raw.b, 2 * e);
+        s.m = half_of(raw.b, 2 * e + 1);
+        return s;
+    }
+};
+
+// Relaid words hold the codes of values 4j..4j+3 in their low half and of 16+4j.. in their high half.
+struct IQ4_NL : HalvesFrom<WHOLE, 0> {
+    typedef Layout<2, 4, 8, 8, 4, 2> Raw;
+    DEVICE static Step unpack(const Raw &raw, int e, int, const u32 *) {
+        Step s;
+#pragma unroll
+        for (int j = 0; j < 2; j++) look_up_nl(raw.a[2 * e + j], s.low[j], s.high[j]);
+        s.d = half_of(raw.b, e);
+        return s;
+    }
+};
+
+struct MXFP4 : HalvesFrom<WHOLE, 0> {
+    typedef Layout<2, 4, 8, 8, 4, 1> Raw;
+    DEVICE static Step unpack(const Raw &raw, int e, int, const u32 *) {
+        Step s;
+#pragma unroll
+        for (int j = 0; j < 2; j++) look_up_e2m1(raw.a[2 * e + j], s.low[j], s.high[j]);
+        u32 exponent = raw.b[0] >> 8 * e & 255;
+        s.d = float_of(exponent < 2 ? 0x00200000u << exponent : (exponent - 1) << 23);  // 2^(exponent - 128)
+        return s;
+    }
+};
+
+// Two blocks of 64 values a step; thread q takes sub-block q mod 4, values 0..7 and 8..15 of it, and its scale.
+struct NVFP4 {
+    enum { VALUES = 64, MINIMUM = 0, TABLE = 0, TABLE_AT = 0 };
+    typedef Layout<2, 2, 8, 8, 8, 1> Raw;
+    struct Step {
+        u32 low[2], high[2];
+        float d;
+    };
+    struct X {
+        uint4 w;
+        float d;
+    };
+    DEVICE static Step unpack(const Raw &raw, int e, int, const u32 *) {
+        Step s;
+#pragma unroll
+        for (int j = 0; j < 2; j++) look_up_e2m1(raw.a[2 * e + j], s.low[j], s.high[j]);
+        u32 code = raw.b[0] >> 8 * e & 127;
+        // Half of an E4M3: 2^(exponent - 8) (1 + mantissa / 8), or mantissa 2^-10 with exponent 0; 0x7f is 0.
+        float tiny = sub32(float_of(0x3c000000u + (code << 20)), 0.0078125f);
+        s.d = code == 127 ? 0.f : code < 8 ? tiny : float_of((119u << 23) + (code << 20));
+        return s;
+    }
+    template <int T>
+    DEVICE static X read(const Columns<T> &x, int t, u32 first, int q) {
+        u32 at = x.row[t] + first + 16 * q;
+        return {codes16(x.codes + at), __ldg(x.scales + (at >> 5))};
+    }
+    DEVICE static void dot(const Step &s, const X &x, float (&v)[2], float &) {
+        float c = mul32(s.d, x.d);
+        v[0] = fma32(whole(dot4(s.high[0], x.w.z, dot4(s.low[0], x.w.x, WHOLE))), c, v[0]);
+        v[1] = fma32(whole(dot4(s.high[1], x.w.w, dot4(s.low[1], x.w.y, WHOLE))), c, v[1]);
+    }
+};
