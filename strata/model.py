@@ -71,8 +71,8 @@ def load(
     pin          bind workers to cores
     kv           "f16", "int8" (half the memory) or "auto": f16 up to 8,192 cells
     prefill      "auto": prompts in chunks of 256 rows where they fill one; "windows": 8 rows at a time
-    draft        "off" or None; "auto": the draft layer beside the model, if any, and lookup in earlier text; "lookup": the
-                 latter alone; a path to a draft layer; or an object with propose(tokens, k)
+    draft        "off" or None; "auto": the draft layer beside the model, if any, and lookup in earlier text; "lookup":
+                 the latter alone; a path to a draft layer; or an object with propose(tokens, k)
     checkpoints  automatic prefix checkpoints a session keeps
 
     Raises FileError, ModelError, BadArgument or DoesNotFit, each with found, needed and advice.
@@ -193,8 +193,8 @@ class Model:
         max_tokens=None (what the context leaves; alias max_new_tokens), stop=None (string or strings),
         ignore_eos=False, temperature=None (greedy), top_k, top_p, min_p, repetition_penalty (alias repeat_penalty),
         presence_penalty, frequency_penalty, penalty_last_n, logit_bias, seed, logprobs, top_logprobs: see
-        `strata.SamplingParams`. wait=True waits for a running call instead of raising Busy. drafts=False decodes without
-        drafts; draft_acceptance="exact" (the same text as without) or "rejection" (the same distribution, more accepted).
+        `strata.SamplingParams`. wait=True waits for a running call instead of raising Busy. drafts=False decodes
+        without drafts; draft_acceptance="exact" (the same text as without) or "rejection" (the same distribution).
         """
         return self._default.generate(prompt, **options)
 

@@ -47,7 +47,7 @@ class Result:
 
     finish_reason  "stop" (a stop token or string, see stopped_on) or "length"
     seed           the seed used, to repeat a sampled answer
-    drafts         what drafting did, or None: windows, committed_per_window, windows_by_committed (first: of one token),
+    drafts         what drafting did, or None: windows, committed_per_window, windows_by_committed (from one token on),
                    offered, accepted, draft_ms, and by_source offered and accepted by position in the window
     """
 

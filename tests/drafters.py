@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -139,6 +140,53 @@ def drafting_session(model: strata.Model, policy: Any, drafter: Any = None, draf
         guard = None if drafter is None else DrafterGuard(drafter, model.geometry.V)
         state.speculator = Speculator(state, policy, guard)
     return Session(model, state, lambda: None)
+
+
+@dataclass
+class Acceptance:
+    """Accepted drafts of rounds that drafted three tokens each: rounds, and how many accepted the first, two, three."""
+
+    rounds: int = 0
+    reached: tuple[int, int, int] = (0, 0, 0)
+
+    @property
+    def mean(self) -> float:
+        return sum(self.reached) / self.rounds
+
+    @property
+    def by_position(self) -> list[float]:
+        """Acceptance of draft 1, 2, 3, given the ones before."""
+        before = (self.rounds, *self.reached)
+        return [after / n for after, n in zip(self.reached, before, strict=False)]
+
+
+def acceptance(model: strata.Model, prompts: Sequence[np.ndarray], n_tokens: int = 64) -> Acceptance:
+    """Greedy decoding of n_tokens after each prompt, three drafts of the draft layer a round."""
+    found = Acceptance()
+    for prompt in prompts:
+        policy = Told(lambda: 3)
+        session = drafting_session(model, policy, checkpoints=0)
+        session.generate(prompt, max_tokens=n_tokens + WINDOW_ROWS, ignore_eos=True)
+        made = 0
+        for outcome in policy.outcomes:
+            if made >= n_tokens:
+                break
+            (draft,) = (d for d in outcome.drafts if d.source == "mtp")
+            assert len(draft.tokens) == 3
+            agreed, _ = draft.agreement(outcome.committed)
+            found.rounds += 1
+            found.reached = tuple(n + (agreed > i) for i, n in enumerate(found.reached))
+            made += len(outcome.committed)
+    return found
+
+
+def held_out(val: dict[str, np.ndarray], n: dict[str, int], length: int = 160) -> list[np.ndarray]:
+    """Prompts spread evenly over the held-out streams, n[kind] of each kind."""
+    return [
+        val[kind][start : start + length].astype(np.int32)
+        for kind, many in n.items()
+        for start in np.linspace(0, len(val[kind]) - length, many, endpoint=False).astype(int)
+    ]
 
 
 def equal_answers(drafted: strata.Result, plain: strata.Result) -> None:

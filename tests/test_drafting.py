@@ -18,18 +18,20 @@ from tests.drafters import (
     PlantedError,
     RandomTokens,
     Told,
+    acceptance,
     drafting_session,
     equal_answers,
+    held_out,
     random_lengths,
 )
 
 CONTEXT, N_PROMPT, N_NEW = 512, 48, 64
-GREEDY = {"ignore_eos": True, "logprobs": True, "top_logprobs": 2}
+GREEDY = {"ignore_eos": True, "logprobs": True, "top_logprobs": 2, "seed": 0}
 
 
 @pytest.fixture(scope="module")
 def model(tiny_path, mtp_path):
-    with strata.load(tiny_path, context=CONTEXT, draft=mtp_path, threads=2, sessions=2, checkpoints=2) as loaded:
+    with strata.load(tiny_path, context=CONTEXT, draft=mtp_path, threads=1, sessions=2, checkpoints=2) as loaded:
         yield loaded
 
 
@@ -160,7 +162,7 @@ def ends_as_plain(model, prompt, text, lengths=None, **options) -> strata.Result
     follow_up = np.array([11, 12, 13], np.int32)
     for drafter in (None, Oracle(text, lengths=lengths)):
         session = drafting_session(model, None if drafter is None else Told(), drafter)
-        answer = session.generate(prompt, **options)
+        answer = session.generate(prompt, seed=0, **options)
         digest, held = session._state.state.digest(), session.tokens.tolist()
         longer = np.concatenate([prompt, np.array(answer.tokens, np.int32), follow_up])
         room = min(6, model.context - 8 - len(longer))
@@ -200,7 +202,7 @@ def test_stop_strings_inside_a_window(model, plain, prompts):
     for i in (0, 4):
         text = plain.answer(i).text
         cuts = set()
-        for at in range(3, 40, 3):
+        for at in range(3, 43, 5):
             stop = text[at : at + 4]
             answer = ends_as_plain(model, prompts[i], plain.text(i), max_tokens=N_NEW, ignore_eos=True,
                                    stop=[stop, "never to be found"])  # fmt: skip
@@ -226,8 +228,8 @@ CHAINS = {
 @pytest.mark.parametrize("name", CHAINS)
 def test_every_row_of_a_window_is_chosen_as_alone(model, prompts, name):
     """Tokens and log-probabilities of one-token decoding, for the same seed where there is one."""
-    for i, seed in ((0, 1), (5, 2), (8, 3)):
-        how = GREEDY | CHAINS[name] | {"max_tokens": 40, "seed": seed, "top_logprobs": 5}
+    for i, seed in ((0, 1), (5, 2)):
+        how = GREEDY | CHAINS[name] | {"max_tokens": 32, "seed": seed, "top_logprobs": 5}
         wanted = drafting_session(model, None).generate(prompts[i], **how)
         text = [*prompts[i].tolist(), *wanted.tokens]
         for policy, drafter in ((Told(chain=True, lookup=0.3), None), (Told(), Oracle(text, 0.8))):
@@ -242,22 +244,20 @@ def test_rejection_changes_nothing_about_greedy(model, plain, prompts):
     equal_answers(answer, plain.answer(2))
 
 
-def test_rejection_accepts_more_than_exact(model, prompts):
-    """And what it commits can be committed: the state is that of a fresh reading of the answer."""
-    accepted = {}
-    for mode in ("exact", "rejection"):
-        session = drafting_session(model, Told(lambda: 3))
-        accepted[mode] = 0
-        for i, prompt in enumerate(prompts):
-            answer = session.generate(prompt, max_tokens=N_NEW, ignore_eos=True, temperature=1.0, seed=i,
-                                      draft_acceptance=mode, logprobs=True)  # fmt: skip
-            assert [entry.token for entry in answer.logprobs] == list(answer.tokens)
-            accepted[mode] += answer.drafts["accepted"]
+def test_what_rejection_commits_is_what_the_state_holds(model, prompts):
+    """Tokens drawn after a rejection take the rejected draft's place in answer, log-probabilities and state."""
+    session = drafting_session(model, Told(lambda: 3))
+    accepted = offered = 0
+    for i in (0, 5, 9):
+        answer = session.generate(prompts[i], max_tokens=40, ignore_eos=True, temperature=1.0, seed=i,
+                                  draft_acceptance="rejection", logprobs=True)  # fmt: skip
+        assert [entry.token for entry in answer.logprobs] == list(answer.tokens)
+        accepted, offered = accepted + answer.drafts["accepted"], offered + answer.drafts["offered"]
         fresh = drafting_session(model, None)
         fresh._state.read(session.tokens, windows_only=True)
+        assert session.tokens.tolist() == [*prompts[i].tolist(), *answer.tokens[:-1]]
         assert fresh._state.state.digest() == session._state.state.digest()
-    print(accepted)
-    assert accepted["rejection"] > accepted["exact"] > 0
+    assert 0 < accepted < offered
 
 
 # ---- interruptions
@@ -359,6 +359,16 @@ def test_two_sessions_take_turns(model, plain, prompts):
         for (session, i), stream in zip(pair, streams, strict=True):
             equal_answers(stream.result, plain.answer(i))
             assert session._state.state.digest() == plain.digests[i].at[session._state.rows]
+
+
+# ---- how often the draft layer is right
+
+
+def test_the_draft_layer_is_accepted_about_as_often_as_measured_elsewhere(model, val):
+    """Another implementation accepted 1.98 of 3 over 24 prompts; 12 prompts scatter by about 0.1 around the mean."""
+    found = acceptance(model, held_out(val, {"code": 5, "doc": 5, "chat": 2}))
+    print(f"{found.mean:.3f} accepted a round, {found.rounds} rounds, {np.round(found.by_position, 3)}")
+    assert 1.98 * 0.8 < found.mean < 1.98 * 1.2
 
 
 # ---- telemetry

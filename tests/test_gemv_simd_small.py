@@ -187,7 +187,7 @@ for tier in SIMD_TIERS:
         format = by_name(name)
         for K in (1, 3, 7, 8, 9, 15, 17, 31, 32, 33, 96, 100, 255, 257, 320, 2561, 5121):
             raw = at_the_end(np.ones((3, format.row_bytes(K)), np.uint8))
-            for R in (1, 2, 4):
+            for R in (1, 3):
                 x = at_the_end(np.ones((R, K), np.float32))
                 product(format, raw, x.view(np.uint8), K, tier)
 print("no read behind")

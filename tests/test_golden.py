@@ -66,7 +66,7 @@ def test_logits_are_close(variant, read, golden, prompt):
 def test_teacher_forced_argmax(variant, read, golden, prompt):
     name, _ = variant
     key = f"{name}.{prompt}."
-    tokens, logits, _ = read[prompt]
+    _, logits, _ = read[prompt]
     first = len(golden[key + "tokens"]) - 1
     best = logits[first : first + 64].argmax(1)
     clear = golden[key + "greedy_gap"] > CLEAR_GAP

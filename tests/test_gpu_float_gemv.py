@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from strata.base import arithmetic
-from strata.gpu.float_gemv import FloatMatrix, float_gemv
+from strata.gpu.float_gemv import FloatMatrix, float_gemv, float_grouped
 from tests.canonical.call import assert_same, check_guards, plain, room, spiked
 from tests.gpu.run_on_cpu import address, needs_compiler, run_all
 
@@ -85,3 +85,18 @@ def test_several_matrices_are_one_list_of_rows():
 @pytest.mark.parametrize("K", [64, 320, 4096])
 def test_spiked_values(K):
     check(np.random.default_rng(1), 2, K, {"F32": 8, "BF16": 8, "F16": 8}, spiked)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize("per_row", [1, 3])
+def test_grouped(kind, per_row):
+    rng = np.random.default_rng(per_row)
+    n_x, K, rows, ids = 2, 96, 11, np.array([3, 0, 3, 1, 2, 0], np.int32)[: 2 * per_row]
+    x = aligned(plain(rng, n_x, K))
+    data, values = stored(plain(rng, 4, rows, K), kind)
+    y = room(len(ids), rows)
+    run_all(float_grouped(kind, address(data), data.nbytes // 4, rows, address(ids), len(ids), address(x), n_x, K,
+                          address(y)), reverse=True)  # fmt: skip
+    check_guards(y)
+    wanted = arithmetic.dot_float(values[ids], x[np.arange(len(ids)) // per_row][:, None])
+    assert_same(y, wanted)

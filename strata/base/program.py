@@ -14,9 +14,10 @@ from math import prod
 import numpy as np
 
 ROLES = ("io", "scratch", "table", "recurrent", "cells")
-"""io: written or read by the host each window. scratch: lives within one window and its commit. table: made once at load.
-recurrent: session state that only commit (or a prefill chunk) advances; checkpoints copy it. cells: session state addressed
-by position, appended by windows; checkpoints do not copy it. Ports that name no buffer name a tensor of the file."""
+"""io: written or read by the host each window. scratch: lives within one window and its commit. table: made once at
+load. recurrent: session state that only commit (or a prefill chunk) advances; checkpoints copy it. cells: session state
+addressed by position, appended by windows; checkpoints do not copy it. Ports that name no buffer name a tensor of the
+file."""
 
 
 @dataclass(frozen=True)

@@ -92,12 +92,8 @@ class CpuBackend:
 
     def _io(self) -> None:
         a = self.memory.arrays
-        self._tokens, self._pos, self._n_keep, self._head_row = (
-            a["tokens"],
-            a["pos"] if "pos" in a else None,
-            a["n_keep"],
-            a["head_row"],
-        )
+        self._tokens, self._pos, self._n_keep = a["tokens"], a.get("pos"), a["n_keep"]
+        self._head_row = a["head_row"]
         self._logits = a["logits"]
         self._ngram_rows, self._ticket = a.get("ngram.rows"), a.get("ngram.ticket")
 

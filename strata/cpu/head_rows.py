@@ -10,7 +10,6 @@ Then bias is added (float64, one rounding); a bias of -inf bans its token.
 
 from __future__ import annotations
 
-
 import numpy as np
 from numba import njit
 

@@ -1,10 +1,9 @@
 """From a program to a walk list: buffers become addresses, ops become steps.
 
-`Memory` gives every buffer of all programs one place, as large as the largest program needs. `Lowering` goes through one
-program's ops and lets each kind (`strata.cpu.ops`) add its steps. A row that several matrices multiply is quantised once
-per activation layout, right before its first use. The same walk with `Memory.measuring` adds no steps and only finds out
-how much private scratch the ops ask for, so a plan can price them without a file's data.
-"""
+`Memory` gives every buffer of all programs one place, as large as the largest program needs. `Lowering` goes through
+one program's ops and lets each kind (`strata.cpu.ops`) add its steps. A row that several matrices multiply is quantised
+once per activation layout, right before its first use. The same walk with `Memory.measuring` adds no steps and only
+finds out how much private scratch the ops ask for, so a plan can price them without a file's data. """
 
 from __future__ import annotations
 
@@ -133,7 +132,9 @@ class Lowering:
 
     def vector(self, op: Op, port: str, transposed: bool = False) -> int:
         """Address of a small tensor widened to float32, optionally transposed; 0 if the op has no such port."""
-        return 0 if self.memory.measuring or port not in op.buffers else self.weights.vector(op.buffers[port], transposed).ctypes.data
+        if self.memory.measuring or port not in op.buffers:
+            return 0
+        return self.weights.vector(op.buffers[port], transposed).ctypes.data
 
     def step(self, function: CFunction, *record: int | np.ndarray) -> None:
         if not self.memory.measuring:

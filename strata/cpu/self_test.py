@@ -113,7 +113,8 @@ def _run(format: BlockFormat, raw: np.ndarray, x: np.ndarray, tier: int | None) 
         area = np.zeros(R * n + 64, np.uint8)
         records = area[-area.ctypes.data % 64 :]
         bad = np.zeros(1, np.int64)
-        _call(_call6, layout.quantise_address, x.ctypes.data, VALUES, R, 4 * VALUES, records.ctypes.data, bad.ctypes.data)
+        words = (x.ctypes.data, VALUES, R, 4 * VALUES, records.ctypes.data, bad.ctypes.data)
+        _call(_call6, layout.quantise_address, *words)
     out = np.zeros((R, ROWS), np.float32)
     _call(_call7, kernel(format, R, tier), raw.ctypes.data, raw.shape[1], ROWS, records.ctypes.data, VALUES,
           out.ctypes.data, 4 * ROWS)  # fmt: skip

@@ -74,8 +74,12 @@ class Weights:
             values = self.tensors.values(name)
             if not np.isfinite(values).all():
                 bad = int(np.argmin(np.isfinite(values.reshape(-1))))
-                raise ModelError(f"tensor {name} holds a non-finite value", found=f"index {bad}", needed="finite numbers",
-                                 advice="The file is damaged: download it again.")  # fmt: skip
+                raise ModelError(
+                    f"tensor {name} holds a non-finite value",
+                    found=f"index {bad}",
+                    needed="finite numbers",
+                    advice="The file is damaged: download it again.",
+                )
             self._vectors[key] = np.ascontiguousarray(values.T if transposed else values, np.float32)
         return self._vectors[key]
 

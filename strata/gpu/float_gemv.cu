@@ -171,3 +171,18 @@ KERNEL(128) float_gemv_long(const float *x, int K, int n_x, MATRICES) {
         if (t == 0 && c < left) m.y[(size_t)(first + c) * m.rows + m.row] = s;
     }
 }
+
+// Experts: entry blockIdx.y is matrix number ids[entry] times row entry / per_row of x. y (entries, rows). Grid: (rows / 8,
+// entries).
+KERNEL(256) float_grouped(const float *x, int K, const u8 *w, i64 stride, int kind, int rows, const int *ids, int per_row,
+                          float *y) {
+    int row = blockIdx.x * 8 + (threadIdx.x >> 5), entry = blockIdx.y, t = threadIdx.x & 31, lanes = lanes_of(K, 256);
+    if (row >= rows) return;
+    Matrix m{w + ids[entry] * stride, y, rows, kind, row};
+    float acc[1][8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) acc[0][j] = 0.f;
+    if (8 * t < lanes) chains_of<8, 1>(m, x + (size_t)(entry / per_row) * K, 1, K, 8 * t, lanes, acc);
+    float s = add32(tree_of_eights(acc[0]), 0.f);
+    if (t == 0) y[(size_t)entry * rows + row] = s;
+}

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from strata.base.errors import need
-from strata.gpu.launch import Launch, Source, i32, launch, pointer
+from strata.gpu.launch import Launch, Source, i32, i64, launch, pointer
 
 INSTANCE_ROWS = (1, 2, 4, 8)
 """Activation rows a kernel instance holds sums of; others run as the next larger one."""
 
 SOURCE = Source(
-    "float_gemv.cu", tuple(f"{kernel}<{T}>" for kernel in ("float_gemv", "float_gemv_long") for T in INSTANCE_ROWS)
+    "float_gemv.cu",
+    (*(f"{kernel}<{T}>" for kernel in ("float_gemv", "float_gemv_long") for T in INSTANCE_ROWS), "float_grouped"),
 )
 KINDS = {"F32": 0, "F16": 1, "BF16": 2}
 MOST_MATRICES = 4
@@ -58,3 +59,13 @@ def _launch(x: int, T: int, K: int, matrices: list[FloatMatrix]) -> Launch:
     if K >= LONG_ROW:
         return launch(SOURCE, f"float_gemv_long<{n}>", (rows, pieces), 128, *args)
     return launch(SOURCE, f"float_gemv<{n}>", (-(-rows // 8), pieces), 256, *args)
+
+
+def float_grouped(
+    format_name: str, weights: int, stride: int, rows: int, ids: int, entries: int, x: int, n_x: int, K: int, y: int
+) -> list[Launch]:
+    """y (entries, rows): matrix number ids[i] (at weights + ids[i] stride) times row i // (entries // n_x) of x (n_x, K)."""
+    need(format_name in KINDS and K % 8 == 0 and entries % n_x == 0, "a grouped float product", found=format_name)
+    args = (pointer(x), i32(K), pointer(weights), i64(stride), i32(KINDS[format_name]), i32(rows), pointer(ids),
+            i32(entries // n_x), pointer(y))  # fmt: skip
+    return [launch(SOURCE, "float_grouped", (-(-rows // 8), entries), 256, *args)]

@@ -13,6 +13,7 @@ from strata.cpu.machine_code import call7
 from strata.pack.formats import BlockFormat, by_name
 from strata.planner.facts import ModelFacts
 from strata.planner.machine import kernel_tier
+from strata.planner.probes import ram_read_gbps
 from strata.planner.rates import CpuCosts
 
 NARROW, WIDE, PROBE_BYTES, PASSES, PASS_S = 256, 2560, 192 << 10, 7, 0.6e-3
@@ -21,8 +22,8 @@ NARROW, WIDE, PROBE_BYTES, PASSES, PASS_S = 256, 2560, 192 << 10, 7, 0.6e-3
 STREAM_BYTES, STREAM_PASSES = 96 << 20, 3
 """Beyond the caches: what is measured is the kernel while memory is read."""
 
-FILE_PAGES = 1.8
-"""Waiting for bytes of a mapped file as a multiple of waiting for plain memory, whose pages are larger."""
+FILE_PAGES = 1.6
+"""One core's time to read a mapped file as a multiple of that for plain memory, whose pages are larger."""
 
 
 @njit(nogil=True)
@@ -54,7 +55,7 @@ def measure_costs(types: Iterable[str]) -> CpuCosts:
     that other programs disturb little.
     """
     rates, rows, streams = {}, {}, {}
-    memory = np.ones(STREAM_BYTES, np.uint8)
+    memory, file_gbps = np.ones(STREAM_BYTES, np.uint8), ram_read_gbps(1) / FILE_PAGES
     for name in types:
         form = by_name(name)
         narrow, wide = _row_ns(form, NARROW), _row_ns(form, WIDE)
@@ -62,8 +63,8 @@ def measure_costs(types: Iterable[str]) -> CpuCosts:
         ns_per_byte = max(wide - narrow, 1e-3) / more_bytes
         rates[name] = 1 / ns_per_byte
         rows[name] = max(narrow - form.row_bytes(NARROW) * ns_per_byte, 0.0)
-        in_memory = max(_stream_ns(form, memory) - rows[name], 0.0) / form.row_bytes(WIDE)
-        streams[name] = 1 / (ns_per_byte + FILE_PAGES * max(in_memory - ns_per_byte, 0.0))
+        in_memory = max(_stream_ns(form, memory) - rows[name], 1e-3) / form.row_bytes(WIDE)
+        streams[name] = min(1 / in_memory, file_gbps)
     return CpuCosts(kernel_tier(), rates, rows, streams, pace=_pace())
 
 

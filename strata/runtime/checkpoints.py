@@ -1,8 +1,8 @@
 """Checkpoints: copies of a session's recurrent state at a position, and which of them still hold.
 
-K, V and pooled keys are addressed by position and stay where they are, so a checkpoint at position L is good for as long
-as no cell before L is written again. `Ledger` knows all checkpoints of a session and kills those that a write outdates.
-"""
+K, V and pooled keys are addressed by position and stay where they are, so a checkpoint at position L is good for as
+long as no cell before L is written again. `Ledger` knows all checkpoints of a session and kills those that a write
+outdates. """
 
 from __future__ import annotations
 

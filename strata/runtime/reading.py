@@ -26,9 +26,8 @@ class Piece:
 def pieces(start: int, stop: int, marks: Iterable[int] = (), windows_only: bool = False) -> Iterator[Piece]:
     """Cut [start, stop) into cells of the absolute grid and windows; no piece crosses a mark.
 
-    Which rows form whole cells depends only on the grid, start, stop and marks, so any split of a prompt at cell borders
-    reads it in the same pieces.
-    """
+    Which rows form whole cells depends only on the grid, start, stop and marks, so any split of a prompt at cell
+    borders reads it in the same pieces. """
     borders = sorted({m for m in marks if start < m < stop} | {stop})
     at = start
     for border in borders:

@@ -179,7 +179,7 @@ class SessionState:
         return self.ledger.give(self.tokens, self._drafter_slot())
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Back to a checkpoint of this session. BadArgument if it is another session's or its cells were overwritten."""
+        """Back to a checkpoint of this session; BadArgument if it is not its own or its cells were overwritten."""
         if not self.ledger.owns(checkpoint):
             raise BadArgument("this checkpoint belongs to another session", advice="Restore it where it was taken.")
         if not checkpoint.alive:

@@ -1,8 +1,8 @@
 """Driver of the draft layer (MTP) for one session: keeps its K and V in step with the conversation, makes drafts.
 
-Cell i of the draft layer needs the trunk's streams of row i and the token after it, so the last row always waits for its
-token. Prompt rows are stored at once. In rounds without drafts, rows only queue up; when drafting resumes, at most the
-last QUEUE_ROWS are stored and the layer attends from there, so that not drafting costs a copy of 4 streams a token.
+Cell i of the draft layer needs the trunk's streams of row i and the token after it, so the last row always waits for
+its token. Prompt rows are stored at once. In rounds without drafts, rows only queue up; when drafting resumes, at most
+the last QUEUE_ROWS are stored and the layer attends from there, so that not drafting costs a copy of 4 streams a token.
 """
 
 from __future__ import annotations

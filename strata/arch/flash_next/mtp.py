@@ -1,12 +1,13 @@
 """The draft layer (MTP) as programs: one attention layer with its own experts, dense attention, no n-grams.
 
-Cell i pairs the trunk's streams X_i (before the final mixer) with the token at i + 1, uses rotary position i and predicts
-the token at i + 2:
+Cell i pairs the trunk's streams X_i (before the final mixer) with the token at i + 1, uses rotary position i and
+predicts the token at i + 2:
 
     e  = fc_embedding rms(embedding(t_{i+1}); w_e)
     H  = rms over all C*D values of X_i, times w_h
     X'[s] = fc_hidden H[s] + e
-    X'' = one QSA layer of X', dense over the last `WINDOW_CELLS` cells from `mtp.first` on;  logits = output HCread(X'')
+    X'' = one QSA layer of X', dense over the last `WINDOW_CELLS` cells from `mtp.first` on
+    logits = output HCread(X'')
 
 X'' is the next X when drafts are chained. `append` stops after K and V are stored; `step` runs one row to its logits.
 Tensor names carry the prefix `mtp.` whatever file they come from (`strata.pack.mtp_files`).

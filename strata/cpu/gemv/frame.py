@@ -1,7 +1,10 @@
 """The loops around a step of a quantised product, for the kernels written with `strata.cpu.simd`.
 
-A step is a few blocks of one matrix row: `Step` says how they are unpacked and multiplied, `emit_product` does the rest:
-rows, steps, the short last step, activation rows, lanes, trees. Nothing here depends on the number of activation rows.
+A step is a few blocks of one matrix row: `Step` says how they are unpacked and multiplied, `emit_product` does the
+rest: rows, steps, the short last step, activation rows, lanes, trees. A row's sums do not depend on the others.
+
+One matrix row at a time: two side by side would share the loads of the activations, but memory is then read in two
+places, which more than halved its speed on the machine this was tuned on.
 """
 
 from __future__ import annotations
@@ -9,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-from llvmlite import ir
 
 from strata.cpu.simd import Simd, Value, f32, i64, vector
 
@@ -71,7 +72,7 @@ class Step:
                                    of a row, else None
     multiply(s, weights, x, part, lanes)   adds to the lanes; x: pointer to the record's step
     lowest          +1 or -1: the format has minima, which are added or subtracted; 0: it has none
-    rows(R)         matrix rows taken at a time for R activation rows, so that each activation is loaded once for them
+    asks            a kernel of one activation row prefetches; those of several always do
     """
 
     values: int
@@ -82,7 +83,7 @@ class Step:
     multiply: Callable[[Simd, Any, Value, int, Lanes], None]
     parts: int = 1
     lowest: int = 0
-    rows: Callable[[int], int] = lambda R: 1
+    asks: bool = True
 
     @property
     def bytes(self) -> int:
@@ -98,45 +99,32 @@ def emit_product(s: Simd, step: Step, tier: int, R: int) -> None:
     b = s.b
     w, w_stride, n_rows, act, K, out, out_stride = s.args
     w, out = s.pointer(w), s.pointer(out)
-    at_once = step.rows(R)
     full = b.lshr(K, s.const(i64, _log2(step.values)))
     n_blocks = b.lshr(K, s.const(i64, _log2(step.values // step.blocks)))
     left = b.and_(n_blocks, s.const(i64, step.blocks - 1))
     n_steps = b.add(full, b.zext(b.icmp_unsigned("!=", left, s.const(i64, 0)), i64))
     record = s.times(n_steps, step.record_bytes)
     xs = [s.pointer(b.add(act, s.times(record, r))) for r in range(R)]
-    lanes = [[Lanes(s, tier, step.lowest) for _ in range(R)] for _ in range(at_once)]
+    lanes = [Lanes(s, tier, step.lowest) for _ in range(R)]
 
-    def take(rows: list[Value], u: Value, left: Value | None) -> None:
+    def take(row: Value, u: Value, left: Value | None) -> None:
+        blocks = s.at(row, s.times(u, step.bytes))
         for part in range(step.parts):
-            offset = s.times(u, step.bytes)
-            unpacked = [step.unpack(s, s.at(row, offset), part, left) for row in rows]
+            unpacked = step.unpack(s, blocks, part, left)
             for r in range(R):
-                x = s.at(xs[r], s.times(u, step.record_bytes))
-                for k in range(len(rows)):
-                    step.multiply(s, unpacked[k], x, part, lanes[k][r])
+                step.multiply(s, unpacked, s.at(xs[r], s.times(u, step.record_bytes)), part, lanes[r])
 
-    groups = b.lshr(b.add(n_rows, s.const(i64, at_once - 1)), s.const(i64, _log2(at_once)))
-    last = b.sub(n_rows, s.const(i64, 1))
-    with s.loop(groups) as group:
-        # The last group may be short: it takes the last row twice.
-        first = s.times(group, at_once)
-        index = [first]
-        for k in range(1, at_once):
-            i = b.add(first, s.const(i64, k))
-            index.append(b.select(b.icmp_signed("<", i, n_rows), i, last))
-        rows = [s.at(w, b.mul(i, w_stride)) for i in index]
-        for k in range(at_once):
-            for r in range(R):
-                lanes[k][r].clear()
+    with s.loop(n_rows) as i:
+        row = s.at(w, b.mul(i, w_stride))
+        for r in range(R):
+            lanes[r].clear()
         with s.loop(full) as u:
-            for row in rows:
+            if step.asks or R > 1:
                 for line in range(0, step.bytes, 64):
                     s.prefetch(s.at(row, s.times(u, step.bytes)), PREFETCH_BYTES + line)
-            take(rows, u, None)
+            take(row, u, None)
         if step.blocks > 1:
-            with b.if_then(b.icmp_unsigned("!=", left, ir.Constant(i64, 0))):
-                take(rows, full, left)
-        for k in range(at_once):
-            for r in range(R):
-                s.store(lanes[k][r].total(), out, b.add(s.times(index[k], 4), s.times(out_stride, r)), align=4)
+            with b.if_then(b.icmp_unsigned("!=", left, s.const(i64, 0))):
+                take(row, full, left)
+        for r in range(R):
+            s.store(lanes[r].total(), out, b.add(s.times(i, 4), s.times(out_stride, r)), align=4)

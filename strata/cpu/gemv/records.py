@@ -1,8 +1,8 @@
 """Activation records of the tiers 512 and 256 for formats of 32 and 64 values, and their quantisers.
 
-A record is a row of steps, each: codes in the order in which the kernel meets them, 16 float32 scales (one a lane) and,
-where the kernel wants them, 16 int32 corrections, or the sums and scales of four blocks. The last step is filled up with
-zeros. All parts are multiples of 64 bytes.
+A record is a row of steps, each: codes in the order in which the kernel meets them, 16 float32 scales (one a lane)
+and, where the kernel wants them, 16 int32 corrections, or the sums and scales of four blocks. The last step is filled
+up with zeros. All parts are multiples of 64 bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from strata.base.arithmetic import INF_BITS, TINY_BITS
 from strata.base.program import NOT_FINITE
 from strata.cpu.compiled import CFunction
-from strata.cpu.simd import Simd, Value, f32, i8, i16, i32, i64, kernel_intrinsic, vector
+from strata.cpu.simd import Simd, Value, f32, i8, i32, i64, kernel_intrinsic, vector
 
 GROUP = 32
 SCALE_BYTES = 64

@@ -101,7 +101,7 @@ def _step(f: Small) -> Step:
 
     return Step(
         layout.values, f.blocks, f.block_bytes, layout.step_bytes, unpack, multiply, parts=2,
-        lowest=1 if f.minimum else 0,
+        lowest=1 if f.minimum else 0, asks=f.name == "Q2_0",
     )  # fmt: skip
 
 
@@ -118,7 +118,7 @@ def _q8_0_step() -> Step:
         total = s.pairs(s.maddubs(magnitudes, s.psignb(s.load(x, 32 * part, i8, 32), codes)))
         lanes.add(part, total, s.b.fmul(scales, s.load(x, layout.values + 32 * part, f32, 8)))
 
-    return Step(layout.values, 2, 34, layout.step_bytes, unpack, multiply, parts=2)
+    return Step(layout.values, 2, 34, layout.step_bytes, unpack, multiply, parts=2, asks=False)
 
 
 @cache

@@ -103,6 +103,13 @@ DEVICE float half_of(const u32 *words, int i) { return half_f32((u16)(words[i >>
 // Bytes below 128, each less `bias`, as signed bytes.
 DEVICE u32 less(u32 bytes, u32 bias) { return (bytes + (0x80u - bias) * 0x01010101u) ^ 0x80808080u; }
 
+// Hides where a number comes from. Otherwise the compiler keeps an address for every array, row and column in registers
+// and loads the activations of all columns at once.
+DEVICE u32 opaque(u32 x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 template <class F, int R, int T>
 struct Lanes {
     float v[R][T][2], m[R][T];
@@ -116,7 +123,7 @@ DEVICE void add_step(const typename F::Raw (&raw)[R], int e, int q, u32 first, c
     for (int r = 0; r < R; r++) step[r] = F::unpack(raw[r], e, q, table);
 #pragma unroll
     for (int t = 0; t < T; t++) {
-        typename F::X values = F::read(x, t, first, q);
+        typename F::X values = F::read(x, t, opaque(first), q);
 #pragma unroll
         for (int r = 0; r < R; r++) F::dot(step[r], values, lanes.v[r][t], lanes.m[r][t]);
     }
@@ -142,23 +149,26 @@ DEVICE void multiply(const u8 *const (&block)[R], int K, const Columns<T> &x, co
         if (i < chunks)
 #pragma unroll
             for (int r = 0; r < R; r++) ring[i][r].load(block[r] + i * Raw::CHUNK, row, q);
+#pragma unroll 1
     for (int start = 0; start < chunks; start += DEPTH) {
 #pragma unroll
         for (int i = 0; i < DEPTH; i++) {
             int c = start + i;
             if (c >= chunks) break;
+            u32 ahead = opaque((c + DEPTH) * Raw::CHUNK);
             Raw now[R];
 #pragma unroll
             for (int r = 0; r < R; r++) now[r] = ring[i][r];
             if (c + DEPTH < chunks)
 #pragma unroll
-                for (int r = 0; r < R; r++) ring[i][r].load(block[r] + (size_t)(c + DEPTH) * Raw::CHUNK, row, q);
+                for (int r = 0; r < R; r++) ring[i][r].load(block[r] + ahead, row, q);
 #pragma unroll
             for (int e = 0; e < E; e++) add_step<F, R, T>(now, e, q, (c * E + e) * STEP_VALUES, x, table, lanes);
         }
     }
     if constexpr (E * P > 1) {
         size_t at = (size_t)chunks * Raw::CHUNK;
+#pragma unroll 1
         for (int b = chunks * E * P; b < blocks; b += P) {
             int n = blocks - b < P ? blocks - b : P;
             if (q * P / 8 < n) {

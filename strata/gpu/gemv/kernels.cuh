@@ -73,7 +73,7 @@ DEVICE Columns<T> columns_of(const Quantised &x, const int (&entry)[T], int shar
 }
 
 // Chunks under way: more with few columns, where little else hides the latency of memory.
-#define DEPTH_FOR(T) ((T) == 1 ? 3 : (T) == 2 ? 2 : 1)
+#define DEPTH_FOR(T) ((T) == 1 ? 3 : 1)
 
 template <class F, int T>
 DEVICE void multiply_rows(const u8 *weights, Group &g, const Quantised &x, int share, const u32 *table, float *y,
@@ -98,7 +98,7 @@ DEVICE void multiply_rows(const u8 *weights, Group &g, const Quantised &x, int s
 // y[entry][row] = matrix times x. A warp takes eight rows. Dense: grid (column groups, row tiles), the matrix at
 // `weights`. Experts: grid (entries, row tiles), matrices at addresses[3 expert + part]; x has a row for `share` entries.
 template <class F, int M>
-KERNEL(256)
+__global__ void __launch_bounds__(256, 2)
 product(const u8 *weights, const u64 *addresses, int part, const int *ids, const int *decisions, int take, int columns,
         int choices, int share, const i8 *codes, const float *scales, const int *sums, float *y, i64 y_stride, int rows,
         int K, const u32 *tables) {
@@ -171,7 +171,7 @@ DEVICE void gate_up_rows(const u8 *gate, const u8 *up, Group &g, const Quantised
 
 // Grid (column groups or entries, width / 32), 256 threads. factors: (3, experts) on the outputs of gate, up and down.
 template <class F, int M>
-KERNEL(256)
+__global__ void __launch_bounds__(256, 2)
 gate_up(const u8 *gate, const u8 *up, const u64 *addresses, const int *ids, const int *decisions, int take, int columns,
         int choices, int share, const i8 *codes, const float *scales, const int *sums, i8 *h_codes, float *h_scales,
         int *h_sums, const float *factors, int experts, int width, int K, const u32 *tables, u64 *error, u64 where) {

@@ -1,0 +1,136 @@
+"""From a program to a list of launches: buffers become addresses, ops become kernels, neighbours are fused.
+
+Fused, where `fuse` is on: an hc_add with the hc_norm behind it; the squeeze, and the mix, with the quantiser of the
+products that read them. With `fuse` off every op is launches of its own, for comparing backends op by op.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+
+import numpy as np
+
+from strata.base.program import Op, Program
+from strata.gpu import mailbox
+from strata.gpu.activations import Activations, quantise
+from strata.gpu.error_word import where
+from strata.gpu.launch import Launch
+from strata.gpu.memory import Memory
+from strata.gpu.weights import Weights
+
+PRODUCTS = ("linear", "experts")
+
+
+class Lowering:
+    """One program's launches. `op_of_launch` maps each launch to its op; see the module text."""
+
+    def __init__(self, program: Program, memory: Memory, weights: Weights, context: int, *, fuse: bool = True):
+        self.program, self.memory, self.weights = program, memory, weights
+        self.context, self.fuse = context, fuse
+        self.T = program.T
+        self.launches: list[Launch] = []
+        self.op_of_launch: list[int] = []
+        self.index = 0
+        self._activations: dict[tuple[str, int], Activations] = {}
+        self.added_before: Op | None = None  # an hc_add that the next hc_norm does
+
+    def run(self, table: dict[str, Callable[[Lowering, Op], None]]) -> Lowering:
+        for index, op in enumerate(self.program.ops):
+            self.index = index
+            table[op.kind](self, op)
+            for port, name in op.buffers.items():
+                if port == "x" and op.kind in PRODUCTS or (name in self._fresh(op)):
+                    continue  # products only read their input, so what was quantised of it stays good
+                for key in [k for k in self._activations if k[0] == name]:
+                    del self._activations[key]
+        return self
+
+    def _fresh(self, op: Op) -> tuple[str, ...]:
+        """Buffers whose activations the op itself has just made."""
+        if op.kind == "hc_mix":
+            return (op.buffers["u"],)
+        return (op.buffers["x"],) if op.kind == "hc_squeeze" else ()
+
+    # ---- what ops ask for
+
+    @property
+    def error(self) -> int:
+        return self.memory.error
+
+    def where(self, op: Op) -> np.uint64:
+        return where(self.index, op.layer)
+
+    def at(self, op: Op, port: str) -> int:
+        """Address of a buffer, 0 if the op has no such port."""
+        return self.memory.address(op.buffers[port]) if port in op.buffers else 0
+
+    def slot(self, op: Op, port: str) -> int:
+        """Address of a state buffer's slot, 0 if the op has no such port."""
+        return self.memory.slot(op.buffers[port]) if port in op.buffers else 0
+
+    def vector(self, op: Op, port: str, transposed: bool = False) -> int:
+        """Address of a small tensor widened to float32; 0 if the op has no such port."""
+        return self.weights.vector(op.buffers[port], transposed) if port in op.buffers else 0
+
+    def scratch(self, name: str, n_bytes: int) -> int:
+        return self.memory.scratch(name, n_bytes)
+
+    def add(self, launches: list[Launch]) -> None:
+        self.launches += launches
+        self.op_of_launch += [self.index] * len(launches)
+
+    # ---- activations
+
+    def place_activations(self, buffer: str, K: int, group: int, rows: int) -> Activations:
+        """Where activations of a buffer's rows of K values go; from now on they count as made."""
+        n_bytes = Activations.n_bytes(rows, K, group)
+        area = self.scratch(f"activations.{buffer}.{group}", n_bytes)
+        made = Activations.at(area, rows, K, group)
+        self._activations[buffer, group] = made
+        return made
+
+    def activations(self, op: Op, buffer: str, K: int, group: int, rows: int) -> Activations:
+        """Activations of a buffer's rows; quantises them on first use."""
+        key = (buffer, group)
+        if key not in self._activations:
+            made = self.place_activations(buffer, K, group, rows)
+            self.add(quantise(self.memory.address(buffer), made, self.error, self.where(op)))
+        return self._activations[key]
+
+    def groups_of(self, buffer: str, K: int) -> set[int]:
+        """Groups in which products read a buffer before it is written again (0: as float32)."""
+        groups: set[int] = set()
+        for op in self.program.ops[self.index + 1 :]:
+            if op.kind in PRODUCTS and op.buffers["x"] == buffer:
+                if op.consts.get("rows", 1) != 1:
+                    return {0}
+                groups |= {self.weights.tensors.info(name).format.group for name in self.inputs_of(op)}
+            elif buffer in op.buffers.values():
+                break
+        return groups
+
+    def inputs_of(self, op: Op) -> list[str]:
+        """Names of the matrices that multiply the op's x."""
+        if op.kind == "linear":
+            return [op.buffers[f"w{i}"] for i in range(op.consts["n"])]
+        shared = [op.buffers["shared_gate_w"], op.buffers["shared_up_w"]]
+        return [*self.weights.expert_names(op.layer)[:2], *shared]
+
+    # ---- neighbours
+
+    def next_op(self) -> Op | None:
+        ops = self.program.ops
+        return ops[self.index + 1] if self.fuse and self.index + 1 < len(ops) else None
+
+    # ---- results
+
+    def graph_launches(self, host_inbox: int, out_words: tuple[int, int, int]) -> list[Launch]:
+        """All launches between the inbox and the outbox. out_words: device address, host address, bytes."""
+        first = mailbox.inbox(host_inbox, self.memory.address("inbox"), self.memory.inbox_bytes, self.error)
+        return [*first, *self.launches, *mailbox.outbox(*out_words)]
+
+    def launches_of(self, index: int) -> list[Launch]:
+        """Launches of op number `index`, for checks."""
+        first = bisect.bisect_left(self.op_of_launch, index)
+        return self.launches[first : bisect.bisect_right(self.op_of_launch, index)]

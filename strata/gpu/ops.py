@@ -1,0 +1,187 @@
+"""Which function lowers which kind of op, and these functions: ports and constants of an op to its launchers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from strata.base.program import Op
+from strata.gpu import gated_delta, hyper_connection, ngram_mix, qsa_append, qsa_attend, qsa_select
+from strata.gpu import router as routers
+from strata.gpu.activations import quantise, squeeze
+from strata.gpu.embed import embed, tables
+from strata.gpu.experts_op import lower_experts, product
+from strata.gpu.float_gemv import FloatMatrix, float_gemv
+from strata.gpu.lower import Lowering
+from strata.gpu.qsa_append import KvSlots
+
+NGRAM_LIMIT_NS = 30_000_000_000
+"""How long a window waits for its n-gram rows: far above any disk that still works."""
+
+
+def _embed(c: Lowering, op: Op) -> None:
+    k, w = op.consts, c.weights.rows(op.buffers["w"])
+    grid, signs = 0, 0
+    parts = tables(w.format)
+    if parts is not None:
+        grid, signs = (c.weights.array(f"{w.format.name}.{n}", "tables", p) for n, p in zip("gs", parts, strict=True))
+    c.add(embed(c.at(op, "tokens"), w.address, w.format, w.row_bytes, grid, signs, c.at(op, "y"), c.T, k["C"], k["D"],
+                w.rows, c.error, c.where(op)))  # fmt: skip
+
+
+def _hc_norm(c: Lowering, op: Op) -> None:
+    k = op.consts
+    more = {"first": c.memory.address("head_row")} if k["head"] else {}
+    if c.added_before is not None:
+        added, c.added_before = c.added_before, None
+        more = {"y": c.at(added, "y"), "a": c.at(added, "a")}
+    c.add(hyper_connection.hc_norm(c.at(op, "x"), c.vector(op, "w"), c.at(op, "y"), c.T, k["C"], k["D"], k["eps"],
+                                   c.error, c.where(op), **more))  # fmt: skip
+
+
+def _hc_add(c: Lowering, op: Op) -> None:
+    k, following = op.consts, c.next_op()
+    fits = following is not None and following.kind == "hc_norm" and following.buffers["x"] == op.buffers["x"]
+    if fits and not following.consts["head"] and all(following.consts[n] == k[n] for n in "CD"):
+        c.added_before = op
+        return
+    c.add(hyper_connection.hc_add(c.at(op, "x"), c.at(op, "y"), c.at(op, "a"), c.T, k["C"], k["D"]))
+
+
+def _hc_squeeze(c: Lowering, op: Op) -> None:
+    x, C, n = op.buffers["x"], op.consts["C"], op.consts["n"]
+    groups = c.groups_of(x, n) if c.fuse else {0}
+    if len(groups) == 1 and 0 not in groups:
+        made = c.place_activations(x, n, groups.pop(), c.T)
+        c.add(quantise(c.memory.address(x), made, c.error, c.where(op), squeeze_by=C))
+    else:
+        c.add(squeeze(c.memory.address(x), c.T, n, C, c.error, c.where(op)))
+
+
+def _hc_mix(c: Lowering, op: Op) -> None:
+    k, u = op.consts, op.buffers["u"]
+    groups = c.groups_of(u, k["D"]) - {0} if c.fuse else set()
+    quantised = tuple(c.place_activations(u, k["D"], g, c.T) for g in sorted(groups))
+    c.add(hyper_connection.hc_mix(c.at(op, "normed"), c.at(op, "gate"), c.at(op, "u"), c.T, k["C"], k["D"], c.error,
+                                  c.where(op), inject=c.at(op, "inject"), a=c.at(op, "a"), quantised=quantised))  # fmt: skip
+
+
+def _linear(c: Lowering, op: Op) -> None:
+    T, x = c.T * op.consts["rows"], op.buffers["x"]
+    floats: list[FloatMatrix] = []
+    columns = 0
+    for i in range(op.consts["n"]):
+        m, y = c.weights.matrix(op.buffers[f"w{i}"]), c.at(op, f"y{i}")
+        columns = m.columns
+        if m.format.group:
+            product(c, op, m, x, T, y)
+        else:
+            floats.append(FloatMatrix(m.format.name, m.address, m.rows, y))
+    if floats:
+        c.add(float_gemv(c.memory.address(x), T, columns, floats))
+
+
+def _gdn_conv(c: Lowering, op: Op) -> None:
+    k = op.consts
+    c.add(gated_delta.gdn_conv(c.at(op, "qkv"), c.at(op, "conv"), c.vector(op, "w", transposed=True),
+                               c.slot(op, "history"), c.T, k["channels"], k["taps"], bool(k["advance"]), c.error,
+                               c.where(op)))  # fmt: skip
+
+
+def _gdn_heads(c: Lowering, op: Op) -> None:
+    k = op.consts
+    c.add(gated_delta.gdn_heads(c.at(op, "conv"), c.at(op, "decay"), c.at(op, "beta"), c.at(op, "z"), c.vector(op, "a"),
+                                c.vector(op, "dt"), c.vector(op, "norm"), c.slot(op, "state"), c.at(op, "y"), c.T,
+                                k["Hk"], k["Hv"], k["dk"], k["dv"], k["channels"], bool(k["advance"]), k["eps"], c.error,
+                                c.where(op)))  # fmt: skip
+
+
+def _gdn_commit(c: Lowering, op: Op) -> None:
+    k = op.consts
+    c.add(gated_delta.gdn_commit(c.at(op, "conv"), c.at(op, "decay"), c.at(op, "beta"), c.slot(op, "state"),
+                                 c.at(op, "n_keep"), k["Hk"], k["Hv"], k["dk"], k["dv"], k["channels"]))  # fmt: skip
+
+
+def _history_commit(c: Lowering, op: Op) -> None:
+    k = op.consts
+    c.add(gated_delta.history_commit(c.slot(op, "history"), c.at(op, "rows"), c.at(op, "n_keep"), k["rows"], k["width"]))
+
+
+def _cells(c: Lowering, op: Op) -> KvSlots:
+    return KvSlots(c.slot(op, "k"), c.slot(op, "v"), c.slot(op, "k_scales"), c.slot(op, "v_scales"))
+
+
+def _qsa_append(c: Lowering, op: Op) -> None:
+    k = op.consts
+    c.add(qsa_append.qsa_append(c.at(op, "q"), c.at(op, "k_in"), c.at(op, "v_in"), c.vector(op, "q_norm"),
+                                c.vector(op, "k_norm"), c.at(op, "q_out"), c.at(op, "pos"), c.at(op, "rope"),
+                                _cells(c, op), c.T, k["H"], k["Hkv"], k["dh"], k["rotary"], k["eps"], c.error,
+                                c.where(op)))  # fmt: skip
+
+
+def _qsa_index(c: Lowering, op: Op) -> None:
+    k = op.consts
+    c.add(qsa_append.qsa_index(c.at(op, "iq"), c.at(op, "ik"), c.vector(op, "q_norm"), c.vector(op, "k_norm"),
+                               c.slot(op, "keys"), c.slot(op, "raw"), c.at(op, "pos"), c.at(op, "rope"), c.T, k["heads"],
+                               k["dim"], k["block"], k["ring"], k["rotary"], k["eps"], c.error, c.where(op)))  # fmt: skip
+
+
+def _qsa_select(c: Lowering, op: Op) -> None:
+    k = op.consts
+    scores = c.scratch("qsa.scores", qsa_select.score_bytes(c.T, c.context, k["block"]))
+    c.add(qsa_select.qsa_select(c.at(op, "iq"), c.slot(op, "keys"), c.at(op, "pos"), c.at(op, "blocks"), scores, c.T,
+                                k["heads"], k["dim"], k["block"], k["budget"], c.context, c.error, c.where(op)))  # fmt: skip
+
+
+def _qsa_attend(c: Lowering, op: Op) -> None:
+    k = op.consts
+    size = qsa_attend.part_bytes(c.T, k["H"], k["dh"], c.context, k["block"], k["budget"])
+    parts = c.scratch("qsa.parts", size)
+    c.add(qsa_attend.qsa_attend(c.at(op, "q"), c.at(op, "q_gate"), c.at(op, "y"), (c.at(op, "pos"),), _cells(c, op),
+                                c.at(op, "blocks"), c.at(op, "first"), parts, c.T, k["H"], k["Hkv"], k["dh"], k["block"],
+                                k["budget"], c.context, c.error, c.where(op)))  # fmt: skip
+
+
+def _router(c: Lowering, op: Op) -> None:
+    k = op.consts
+    c.add(routers.router(c.at(op, "logits"), c.at(op, "ids"), c.at(op, "weights"), c.T, k["E"], k["K"], k["scale"],
+                         c.error, c.where(op)))  # fmt: skip
+
+
+def _ngram_wait(c: Lowering, op: Op) -> None:
+    ticket, staged = c.memory.address("ngram.ticket"), c.memory.address("ngram.staged")
+    n = c.T * int(np.prod(c.memory.buffer("ngram.rows").shape[1:]))
+    c.add(ngram_mix.ngram_wait(ticket, staged, c.memory.address("ngram.rows"), n, NGRAM_LIMIT_NS, c.error, c.where(op)))
+
+
+def _ngram_mix(c: Lowering, op: Op) -> None:
+    k = op.consts
+    w = ngram_mix.NgramWeights(*(c.vector(op, n) for n in ("norm_key", "norm_query", "norm_conv")),
+                               c.vector(op, "conv", transposed=True))  # fmt: skip
+    gates = c.scratch("ngram.gates", 4 * c.T * k["C"])
+    c.add(ngram_mix.ngram_mix(c.at(op, "x"), c.at(op, "key"), c.at(op, "value"), w, c.slot(op, "history"),
+                              c.at(op, "conv_rows"), gates, 0, c.T, k["C"], k["D"], k["taps"], k["dilation"], k["eps"],
+                              c.error, c.where(op)))  # fmt: skip
+
+
+LOWERING: dict[str, Callable[[Lowering, Op], None]] = {
+    "embed": _embed,
+    "ngram_wait": _ngram_wait,
+    "ngram_mix": _ngram_mix,
+    "hc_norm": _hc_norm,
+    "hc_squeeze": _hc_squeeze,
+    "hc_mix": _hc_mix,
+    "hc_add": _hc_add,
+    "linear": _linear,
+    "gdn_conv": _gdn_conv,
+    "gdn_heads": _gdn_heads,
+    "gdn_commit": _gdn_commit,
+    "history_commit": _history_commit,
+    "qsa_append": _qsa_append,
+    "qsa_index": _qsa_index,
+    "qsa_select": _qsa_select,
+    "qsa_attend": _qsa_attend,
+    "router": _router,
+    "experts": lower_experts,
+}
