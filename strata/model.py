@@ -63,7 +63,7 @@ def load(
     checkpoints: int = AUTOMATIC_CHECKPOINTS,
     **unknown: Any,
 ) -> Model:
-    """Load a model from a GGUF file (any one shard of it).
+    """Load a model from a GGUF file (any one shard of it), after planning what it takes (`strata.plan`).
 
     context      cells for prompt and answer together (8 are kept free); None: the trained context, or what fits
     sessions     conversations that can be held at once, each with its own memory
@@ -75,7 +75,9 @@ def load(
                  the latter alone; a path to a draft layer; or an object with propose(tokens, k)
     checkpoints  automatic prefix checkpoints a session keeps
 
-    Raises FileError, ModelError, BadArgument or DoesNotFit, each with found, needed and advice.
+    What is asked for is never made smaller: it fits or raises DoesNotFit before anything is allocated; what is chosen
+    automatically may shrink, with a warning. `Model.plan` is the plan, `Model.stats()["plan"]` compares it with what
+    was taken. Raises FileError, ModelError, BadArgument or DoesNotFit, each with found, needed and advice.
     """
     refuse_unknown(unknown, [f.name for f in fields(LoadOptions)], "load")
     need(isinstance(path, str | Path), "path is no path", found=repr(path), needed="str or Path")

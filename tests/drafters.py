@@ -118,6 +118,9 @@ class Told:
         assert outcome.ms > 0 and 1 <= outcome.rows <= WINDOW_ROWS
         self.outcomes.append(outcome)
 
+    def rested(self, rounds: int, ms: float) -> None:
+        raise AssertionError("rounds were skipped under a policy that is to be asked")
+
 
 def random_lengths(seed: int = 0) -> Callable[[], int]:
     """0..7, each as often."""

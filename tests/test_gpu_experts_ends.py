@@ -5,12 +5,11 @@ import pytest
 
 from strata.base import arithmetic
 from strata.base.program import COMBINE_OVERFLOW, NOT_FINITE
-from strata.gpu.activations import Activations
 from strata.gpu.error_word import where
 from strata.gpu.experts_ends import combine, swiglu
 from tests.canonical import experts as reference
 from tests.canonical.call import LAYER, assert_same, check_guards, plain, room, spiked
-from tests.gpu.run_on_cpu import ErrorWord, address, needs_compiler, run_all
+from tests.gpu.run_on_cpu import ActivationArea, ErrorWord, address, needs_compiler, run_all
 
 pytestmark = needs_compiler
 
@@ -23,15 +22,17 @@ def activated(g, u, group, ids=None, scales=None, reverse=False):
         options |= {"g_scales": address(scales[0]), "u_scales": address(scales[1])}
     if group == 0:
         h = room(rows, F)
-        run_all(swiglu(address(g), address(u), rows, F, address(h), error.address, where(0, LAYER), **options), reverse=reverse)
+        run_all(
+            swiglu(address(g), address(u), rows, F, address(h), error.address, where(0, LAYER), **options),
+            reverse=reverse,
+        )
         check_guards(h)
         return h, error
-    area = np.zeros(Activations.n_bytes(rows, F, group) + 256, np.uint8)
-    q = Activations.at(area.ctypes.data + -area.ctypes.data % 256, rows, F, group)
-    run_all(swiglu(address(g), address(u), rows, F, q, error.address, where(0, LAYER), **options), reverse=reverse)
-    start = area.ctypes.data
-    codes = area[q.codes - start :][: rows * F].view(np.int8).reshape(rows, F)
-    return (codes, area[q.scales - start :][: rows * F // group * 4].view(np.float32).reshape(rows, -1)), error
+    area = ActivationArea(rows, F, group)
+    run_all(
+        swiglu(address(g), address(u), rows, F, area.places, error.address, where(0, LAYER), **options), reverse=reverse
+    )
+    return (area.codes, area.scales), error
 
 
 @pytest.mark.parametrize(("group", "F"), [(0, 100), (32, 32), (32, 640), (256, 256), (256, 512)])
@@ -55,7 +56,11 @@ def test_swiglu(group, F, scaled):
 
 
 def test_swiglu_names_the_expert_whose_value_is_not_finite():
-    g, u, ids = plain(np.random.default_rng(1), 4, 64), plain(np.random.default_rng(2), 4, 64), np.arange(4, dtype=np.int32) + 7
+    g, u, ids = (
+        plain(np.random.default_rng(1), 4, 64),
+        plain(np.random.default_rng(2), 4, 64),
+        np.arange(4, dtype=np.int32) + 7,
+    )
     g[2, 40] = np.nan
     assert activated(g, u, 32, ids)[1].reported == (NOT_FINITE, LAYER, 9)
 
@@ -63,8 +68,23 @@ def test_swiglu_names_the_expert_whose_value_is_not_finite():
 def combined(outputs, ids, weights, shared, gate, reverse=False, **more):
     T, K, D = outputs.shape
     y, error = room(T, D), ErrorWord()
-    run_all(combine(address(outputs), address(ids), address(weights), address(shared), address(gate), address(y), T, K, D,
-                    error.address, where(0, LAYER), **{k: address(v) for k, v in more.items()}), reverse=reverse)  # fmt: skip
+    run_all(
+        combine(
+            address(outputs),
+            address(ids),
+            address(weights),
+            address(shared),
+            address(gate),
+            address(y),
+            T,
+            K,
+            D,
+            error.address,
+            where(0, LAYER),
+            **{k: address(v) for k, v in more.items()},
+        ),
+        reverse=reverse,
+    )
     check_guards(y)
     return y, error
 
@@ -81,7 +101,9 @@ def case(T, K, D, seed=0):
 def test_combine(T, K, D, scaled):
     outputs, ids, weights, shared, gate = case(T, K, D)
     scales = np.random.default_rng(1).uniform(0.5, 2, K + 3).astype(np.float32)
-    y, error = combined(outputs, ids, weights, shared, gate, reverse=scaled, **({"down_scales": scales} if scaled else {}))
+    y, error = combined(
+        outputs, ids, weights, shared, gate, reverse=scaled, **({"down_scales": scales} if scaled else {})
+    )
     assert error.reported is None
     for t in range(T):
         own = scales[ids[t]] if scaled else np.ones(K, np.float32)

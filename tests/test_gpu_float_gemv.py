@@ -4,9 +4,12 @@ import numpy as np
 import pytest
 
 from strata.base import arithmetic
+from strata.base.program import NOT_FINITE
+from strata.gpu.error_word import where
 from strata.gpu.float_gemv import FloatMatrix, float_gemv, float_grouped
+from tests.canonical import hyper_connection
 from tests.canonical.call import assert_same, check_guards, plain, room, spiked
-from tests.gpu.run_on_cpu import address, needs_compiler, run_all
+from tests.gpu.run_on_cpu import ErrorWord, address, needs_compiler, run_all
 
 pytestmark = needs_compiler
 
@@ -100,3 +103,21 @@ def test_grouped(kind, per_row):
     check_guards(y)
     wanted = arithmetic.dot_float(values[ids], x[np.arange(len(ids)) // per_row][:, None])
     assert_same(y, wanted)
+
+
+@pytest.mark.parametrize("K", [64, 4096])
+def test_squeezed_outputs(K):
+    rng, T, C = np.random.default_rng(K), 3, 4
+    x, w, other = aligned(plain(rng, T, K)), aligned(plain(rng, 9, K)), aligned(plain(rng, 4, K))
+    low, y, error = room(T, 9), room(T, 4), ErrorWord()
+    matrices = [FloatMatrix("F32", address(w), 9, address(low), C), FloatMatrix("F32", address(other), 4, address(y))]
+    run_all(float_gemv(address(x), T, K, matrices, error.address, where(1, 7)))
+    check_guards(low)
+    assert_same(low, hyper_connection.squeeze(arithmetic.dot_float(w[None], x[:, None]), C))
+    assert_same(y, arithmetic.dot_float(other[None], x[:, None]))
+    assert error.reported is None
+    x[1, 5] = np.inf
+    run_all(
+        float_gemv(address(x), T, K, [FloatMatrix("F32", address(w), 9, address(low), C)], error.address, where(1, 7))
+    )
+    assert error.reported == (NOT_FINITE, 7, 1)

@@ -77,9 +77,12 @@ def test_log_sum_exp(V, spread):
 
 
 REQUESTS = [
-    dict(repetition=1.3), dict(presence=0.5, frequency=0.25), dict(repetition=0.7, presence=-0.1, frequency=0.1, last_n=7),
-    dict(bias={3: 5.0, 70: -np.inf, 0: 1e-9, 250: -2.5}), dict(repetition=1.1, last_n=3, bias={5: 0.3}),
-]  # fmt: skip
+    dict(repetition=1.3),
+    dict(presence=0.5, frequency=0.25),
+    dict(repetition=0.7, presence=-0.1, frequency=0.1, last_n=7),
+    dict(bias={3: 5.0, 70: -np.inf, 0: 1e-9, 250: -2.5}),
+    dict(repetition=1.1, last_n=3, bias={5: 0.3}),
+]
 
 
 @pytest.mark.parametrize("options", REQUESTS)

@@ -6,13 +6,13 @@ import pytest
 from strata.base import arithmetic
 from strata.cpu.hyper_connection import hc_add, hc_mix, hc_norm, hc_squeeze
 from strata.gpu import hyper_connection as gpu
-from strata.gpu.activations import Activations, squeeze
+from strata.gpu.activations import squeeze
 from strata.gpu.error_word import where
 from tests import test_op_hyper_connection as ops
 from tests.canonical import hyper_connection as reference
 from tests.canonical.call import LAYER, assert_same, guarded, plain, room
 from tests.gpu.as_cpu_op import gpu_call
-from tests.gpu.run_on_cpu import ErrorWord, address, needs_compiler, run_all
+from tests.gpu.run_on_cpu import ActivationArea, ErrorWord, address, needs_compiler, run_all
 from tests.test_op_hyper_connection import (  # noqa: F401
     test_add,
     test_mix,
@@ -72,16 +72,13 @@ def test_mix_quantises(groups):
     rng = np.random.default_rng(9)
     normed, gate = plain(rng, T, C, D), plain(rng, T, C, D)
     u, error = room(T, D), ErrorWord()
-    areas = [np.zeros(Activations.n_bytes(T, D, g) + 256, np.uint8) for g in groups]
-    outs = [Activations.at(a.ctypes.data + -a.ctypes.data % 256, T, D, g) for a, g in zip(areas, groups, strict=True)]
+    areas = [ActivationArea(T, D, g) for g in groups]
     run_all(gpu.hc_mix(address(normed), address(gate), address(u), T, C, D, error.address, where(0, LAYER),
-                       quantised=tuple(outs)))  # fmt: skip
+                       quantised=tuple(a.places for a in areas)))  # fmt: skip
     wanted = reference.mix(normed, gate)
     assert_same(u, wanted)
-    for area, out in zip(areas, outs, strict=True):
-        codes, scales, _ = arithmetic.quantise(wanted, out.group)
-        read = lambda at, n, dtype, area=area: area[at - area.ctypes.data :][:n].view(dtype).reshape(T, -1)  # noqa: E731
-        assert_same(read(out.codes, T * D, np.int8), codes)
-        assert_same(read(out.scales, scales.nbytes, np.float32), scales)
-        sums = codes.astype(np.int32).reshape(T, -1, 16).sum(-1, dtype=np.int32)
-        assert_same(read(out.sums, sums.nbytes, np.int32), sums)
+    for area in areas:
+        codes, scales, _ = arithmetic.quantise(wanted, area.group)
+        assert_same(area.codes, codes)
+        assert_same(area.scales, scales)
+        assert_same(area.sums, codes.astype(np.int32).reshape(T, -1, 16).sum(-1, dtype=np.int32))

@@ -29,8 +29,9 @@ def _mix(w, error, at, n):
     _mix.gates, _mix.T = np.full(T * C, np.nan, np.float32), np.array([T], np.int64)
     weights = gpu.NgramWeights(norm_key, norm_query, norm_conv, conv)
     chunk = address(_mix.T) if advance else 0
-    return gpu.ngram_mix(x, key, value, weights, history, rows, address(_mix.gates), chunk, T, C, D, taps, dilation, eps,
-                         error, at)  # fmt: skip
+    return gpu.ngram_mix(
+        x, key, value, weights, history, rows, address(_mix.gates), chunk, T, C, D, taps, dilation, eps, error, at
+    )
 
 
 ADAPTERS = {ngram_mix: _mix, history_commit: lambda w, error, at, n: gpu_delta.history_commit(*w)}
@@ -48,6 +49,10 @@ def on_gpu_code(monkeypatch):
 def test_wait_and_copy(done, reported):
     ticket, staged = np.array([5, done], np.int64), plain(np.random.default_rng(0), 3, 700)
     rows, error = room(3, 700), ErrorWord()
-    run_all(gpu.ngram_wait(address(ticket), address(staged), address(rows), 2100, 20_000_000, error.address, where(0, LAYER)))
+    run_all(
+        gpu.ngram_wait(
+            address(ticket), address(staged), address(rows), 2100, 20_000_000, error.address, where(0, LAYER)
+        )
+    )
     assert error.reported == reported
     assert_same(rows, staged if reported is None else np.zeros_like(staged))

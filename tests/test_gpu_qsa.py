@@ -15,7 +15,7 @@ from tests import test_op_qsa_attend as attend_ops
 from tests import test_op_qsa_select as select_ops
 from tests.canonical.call import LAYER, plain
 from tests.gpu.as_cpu_op import gpu_call
-from tests.gpu.run_on_cpu import needs_compiler
+from tests.gpu.run_on_cpu import address, needs_compiler
 from tests.test_op_qsa_append import (  # noqa: F401
     test_a_gate_that_is_not_finite_is_left_to_attention,
     test_a_prefill_chunk_is_longer_than_the_ring,
@@ -62,7 +62,9 @@ def _select(w, error, at, T):
     iq, keys, pos, blocks, heads, dim, block, budget = w[:8]
     scratch = np.full(T * (CONTEXT // block), np.nan, np.float32)
     _select.keep = scratch
-    return gpu_select.qsa_select(iq, keys, pos, blocks, scratch.ctypes.data, T, heads, dim, block, budget, CONTEXT, error, at)
+    return gpu_select.qsa_select(
+        iq, keys, pos, blocks, address(scratch), T, heads, dim, block, budget, CONTEXT, error, at
+    )
 
 
 def _attend(w, error, at, n):
@@ -71,7 +73,7 @@ def _attend(w, error, at, n):
     scratch = np.full(gpu_attend.part_bytes(T, H, dh, CONTEXT, block, budget) // 4, np.nan, np.float32)
     _attend.keep = scratch
     cells = gpu_append.KvSlots(k, v, k_scales, v_scales)
-    return gpu_attend.qsa_attend(q, q_gate, y, (pos,), cells, blocks, w[18], scratch.ctypes.data, T, H, Hkv, dh, block,
+    return gpu_attend.qsa_attend(q, q_gate, y, (pos,), cells, blocks, w[18], address(scratch), T, H, Hkv, dh, block,
                                  budget, CONTEXT, error, at)  # fmt: skip
 
 

@@ -5,24 +5,19 @@ import pytest
 
 from strata.base import arithmetic
 from strata.base.program import NOT_FINITE
-from strata.gpu.activations import Activations, quantise, squeeze
+from strata.gpu.activations import quantise, squeeze
 from strata.gpu.error_word import where
 from tests.canonical import hyper_connection as reference
 from tests.canonical.call import LAYER, assert_same, guarded, plain, spiked
-from tests.gpu.run_on_cpu import ErrorWord, address, needs_compiler, run_all
+from tests.gpu.run_on_cpu import ActivationArea, ErrorWord, address, needs_compiler, run_all
 
 pytestmark = needs_compiler
 
 
 def quantised(x: np.ndarray, group: int, squeeze_by: int = 0, reverse: bool = False):
-    T, K = x.shape
-    raw = np.full(Activations.n_bytes(T, K, group) + 256, 0x5A, np.uint8)
-    start = -raw.ctypes.data % 256
-    a, error = Activations.at(raw.ctypes.data + start, T, K, group), ErrorWord()
-    run_all(quantise(address(x), a, error.address, where(1, LAYER), squeeze_by=squeeze_by), reverse=reverse)
-    view = lambda at, n, dtype: raw[at - raw.ctypes.data :][: n * np.dtype(dtype).itemsize].view(dtype).reshape(T, -1)  # noqa: E731
-    codes, scales = view(a.codes, T * K, np.int8), view(a.scales, T * K // group, np.float32)
-    return codes, scales, view(a.sums, T * K // 16, np.int32), error.reported
+    area, error = ActivationArea(*x.shape, group), ErrorWord()
+    run_all(quantise(address(x), area.places, error.address, where(1, LAYER), squeeze_by=squeeze_by), reverse=reverse)
+    return area.codes, area.scales, area.sums, error.reported
 
 
 def check(x: np.ndarray, group: int, reverse: bool = False) -> None:

@@ -377,7 +377,8 @@ def test_an_unknown_option_names_the_closest(facts):
 
 def test_estimate_terms_follow_bandwidths(facts):
     m = facts["Q2_0"]
-    slow, fast = (plan(m, Machine.describe(ram_gib=64, ram_gbps=r), context=4096).estimate for r in (20, 40))
+    many = {"ram_gib": 64, "cores": 64, "cpu_tier": "avx512"}
+    slow, fast = (plan(m, Machine.describe(**many, ram_gbps=r), context=4096).estimate for r in (20, 40))
     assert slow.terms["dense weights from RAM"] == pytest.approx(2 * fast.terms["dense weights from RAM"], rel=0.05)
     gpu = Machine.describe(gpu="RTX 5070", ram_gib=64, ram_gbps=60, cpu_tier="avx512")
     none, some, most = (plan(m, gpu, context=4096, hit_rate=h).estimate for h in (0.0, 0.6, 0.95))

@@ -114,6 +114,7 @@ def test_everything_that_is_allocated_later_is_priced(facts):
         "reserve",
         "checkpoints",
         "conversations",
+        "workers",
         "n-gram cache",
         "exchange",
         "system floor",

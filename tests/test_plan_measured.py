@@ -74,8 +74,8 @@ class _Decoder:
 
 @pytest.mark.parametrize(("which", "tokens"), [("tiny", 40), ("wide", 8)])
 def test_predicted_decode_time_is_near_the_measured_one(which, tokens, wide):
-    """On one thread, by its CPU time. Other programs make cores slower and caches colder, never the other way round, so
-    kernels and tokens are timed in turns and the quick ones count: a tenth of the tokens, the fastest rate of a type."""
+    """On one thread, by its CPU time. Other programs make cores slower and caches colder, never the other way round.
+    So kernels and tokens are timed in turns and the quick ones count: a tenth of the tokens, the fastest rates."""
     path = TINY if which == "tiny" else wide
     facts, machine = read_facts(path), Machine.here()
     decoder, times, predicted = _Decoder(path), [], []

@@ -36,7 +36,9 @@ def command(
     experts: Annotated[str, typer.Option(help="auto, mapped, pinned or resident.")] = "auto",
     slots: Annotated[int | None, typer.Option(help="Experts in VRAM; default: what fits.")] = None,
     prefill: Annotated[str, typer.Option(help="auto, windows or rows of a chunk.")] = "auto",
-    draft: Annotated[str, typer.Option(help="off, auto or mtp.")] = "off",
+    draft: Annotated[
+        str, typer.Option(help="off, auto, lookup, a draft layer's file or folder, or mtp: one that is not here.")
+    ] = "off",
     draft_vocabulary: Annotated[int | None, typer.Option(help="Head rows that drafts are scored on.")] = None,
     checkpoints: Annotated[int, typer.Option(help="Recurrent states kept in RAM.")] = 6,
     reserve_mib: Annotated[float | None, typer.Option(help="VRAM left free, MiB.")] = None,

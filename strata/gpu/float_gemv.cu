@@ -10,19 +10,21 @@ struct Matrix {
     const u8 *w;
     float *y;
     int rows, kind, row;
+    int squeeze;  // C: the output is silu(y / C), as hyper-connections want it; 0: y
 };
 
 // Which matrix row number `row` of the list belongs to; w null behind the last one.
 DEVICE Matrix find(int row, const u8 *w0, float *y0, int n0, int k0, const u8 *w1, float *y1, int n1, int k1,
-                   const u8 *w2, float *y2, int n2, int k2, const u8 *w3, float *y3, int n3, int k3) {
-    if (row < n0) return Matrix{w0, y0, n0, k0, row};
+                   const u8 *w2, float *y2, int n2, int k2, const u8 *w3, float *y3, int n3, int k3,
+                   int squeeze0) {
+    if (row < n0) return Matrix{w0, y0, n0, k0, row, squeeze0};
     row -= n0;
-    if (row < n1) return Matrix{w1, y1, n1, k1, row};
+    if (row < n1) return Matrix{w1, y1, n1, k1, row, 0};
     row -= n1;
-    if (row < n2) return Matrix{w2, y2, n2, k2, row};
+    if (row < n2) return Matrix{w2, y2, n2, k2, row, 0};
     row -= n2;
-    if (row < n3) return Matrix{w3, y3, n3, k3, row};
-    return Matrix{nullptr, nullptr, 0, 0, 0};
+    if (row < n3) return Matrix{w3, y3, n3, k3, row, 0};
+    return Matrix{nullptr, nullptr, 0, 0, 0, 0};
 }
 
 // N consecutive weights from index i on (i a multiple of N), widened exactly.
@@ -108,10 +110,19 @@ DEVICE float tree_of_eights(float (&v)[8]) {
     return add32(s, __shfl_xor_sync(ALL_LANES, s, 4));
 }
 
+// The output of row m.row for activation row c.
+DEVICE void store(const Matrix &m, int c, float y, u64 *error, u64 where) {
+    if (m.squeeze) {
+        y = silu32(div32(y, i32_f32(m.squeeze)));
+        if (!finite32(y)) report(error, where, NOT_FINITE, c);
+    }
+    m.y[(size_t)c * m.rows + m.row] = y;
+}
+
 #define MATRICES                                                                                                    \
     const u8 *w0, float *y0, int n0, int k0, const u8 *w1, float *y1, int n1, int k1, const u8 *w2, float *y2, int n2, \
-        int k2, const u8 *w3, float *y3, int n3, int k3
-#define FIND(row) find(row, w0, y0, n0, k0, w1, y1, n1, k1, w2, y2, n2, k2, w3, y3, n3, k3)
+        int k2, const u8 *w3, float *y3, int n3, int k3, int squeeze0, u64 *error, u64 where
+#define FIND(row) find(row, w0, y0, n0, k0, w1, y1, n1, k1, w2, y2, n2, k2, w3, y3, n3, k3, squeeze0)
 
 // One warp a row: short rows and many of them. K is a multiple of 8. Grid: (rows / 8, pieces of T rows).
 template <int T>
@@ -128,7 +139,7 @@ KERNEL(256) float_gemv(const float *x, int K, int n_x, MATRICES) {
 #pragma unroll
     for (int c = 0; c < T; c++) {
         float s = add32(tree_of_eights(acc[c]), 0.f);
-        if (t == 0 && c < left) m.y[(size_t)(first + c) * m.rows + m.row] = s;
+        if (t == 0 && c < left) store(m, first + c, s, error, where);
     }
 }
 
@@ -168,7 +179,7 @@ KERNEL(128) float_gemv_long(const float *x, int K, int n_x, MATRICES) {
             b = add32(b, __shfl_xor_sync(ALL_LANES, b, half));
         }
         float s = add32(add32(a, b), 0.f);
-        if (t == 0 && c < left) m.y[(size_t)(first + c) * m.rows + m.row] = s;
+        if (t == 0 && c < left) store(m, first + c, s, error, where);
     }
 }
 
@@ -178,7 +189,7 @@ KERNEL(256) float_grouped(const float *x, int K, const u8 *w, i64 stride, int ki
                           float *y) {
     int row = blockIdx.x * 8 + (threadIdx.x >> 5), entry = blockIdx.y, t = threadIdx.x & 31, lanes = lanes_of(K, 256);
     if (row >= rows) return;
-    Matrix m{w + ids[entry] * stride, y, rows, kind, row};
+    Matrix m{w + ids[entry] * stride, y, rows, kind, row, 0};
     float acc[1][8];
 #pragma unroll
     for (int j = 0; j < 8; j++) acc[0][j] = 0.f;

@@ -18,18 +18,23 @@ SOURCE = Source(
 )
 KINDS = {"F32": 0, "F16": 1, "BF16": 2}
 MOST_MATRICES = 4
+NOWHERE = np.uint64(0)
 LONG_ROW = 4096
 """Values from which a row is shared by four warps: a warp alone would not keep enough loads in flight."""
 
 
 @dataclass(frozen=True)
 class FloatMatrix:
-    """address of (rows, K) weights in F32, F16 or BF16, 16-byte aligned; y address of its output (T, rows) float32."""
+    """address of (rows, K) weights in F32, F16 or BF16, 16-byte aligned; y address of its output (T, rows) float32.
+
+    squeeze C: the output is silu(y / C), in the first matrix of a list only; 0: y.
+    """
 
     format_name: str
     address: int
     rows: int
     y: int
+    squeeze: int = 0
 
 
 def instance_rows(T: int) -> int:
@@ -37,25 +42,32 @@ def instance_rows(T: int) -> int:
     return next((n for n in INSTANCE_ROWS if n >= T), INSTANCE_ROWS[-1])
 
 
-def float_gemv(x: int, T: int, K: int, matrices: list[FloatMatrix]) -> list[Launch]:
-    """y (T, rows) = x (T, K) times each matrix; x is the 16-byte aligned address of float32 rows."""
+def float_gemv(
+    x: int, T: int, K: int, matrices: list[FloatMatrix], error: int = 0, where: np.uint64 = NOWHERE
+) -> list[Launch]:
+    """y (T, rows) = x (T, K) times each matrix; x is the 16-byte aligned address of float32 rows.
+
+    A squeezed output that is not finite is reported; products themselves are not.
+    """
     out = []
     for first in range(0, len(matrices), MOST_MATRICES):
-        out.append(_launch(x, T, K, matrices[first : first + MOST_MATRICES]))
+        out.append(_launch(x, T, K, matrices[first : first + MOST_MATRICES], error, where))
     return out
 
 
-def _launch(x: int, T: int, K: int, matrices: list[FloatMatrix]) -> Launch:
+def _launch(x: int, T: int, K: int, matrices: list[FloatMatrix], error: int, where: np.uint64) -> Launch:
     for m in matrices:
         need(m.format_name in KINDS, "a float matrix", found=m.format_name, needed=" or ".join(KINDS))
         need(m.address % 16 == 0 and x % 16 == 0, "alignment of a float product", needed="16 bytes")
     need(K % 8 == 0, "values of a row of a float matrix", found=K, needed="a multiple of 8")
+    need(not any(m.squeeze for m in matrices[1:]), "only the first matrix of a list is squeezed")
+    need(error != 0 or not matrices[0].squeeze, "a squeezed product reports: it needs an error word")
     words: list[np.generic] = []
     for m in matrices + [FloatMatrix("F32", 0, 0, 0)] * (MOST_MATRICES - len(matrices)):
         words += [pointer(m.address), pointer(m.y), i32(m.rows), i32(KINDS[m.format_name])]
     rows, n = sum(m.rows for m in matrices), instance_rows(T)
     pieces = -(-T // n)
-    args = (pointer(x), i32(K), i32(T), *words)
+    args = (pointer(x), i32(K), i32(T), *words, i32(matrices[0].squeeze), pointer(error), where)
     if K >= LONG_ROW:
         return launch(SOURCE, f"float_gemv_long<{n}>", (rows, pieces), 128, *args)
     return launch(SOURCE, f"float_gemv<{n}>", (-(-rows // 8), pieces), 256, *args)
@@ -64,7 +76,10 @@ def _launch(x: int, T: int, K: int, matrices: list[FloatMatrix]) -> Launch:
 def float_grouped(
     format_name: str, weights: int, stride: int, rows: int, ids: int, entries: int, x: int, n_x: int, K: int, y: int
 ) -> list[Launch]:
-    """y (entries, rows): matrix number ids[i] (at weights + ids[i] stride) times row i // (entries // n_x) of x (n_x, K)."""
+    """y (entries, rows): matrix number ids[i], at weights + ids[i] stride, times row i // (entries // n_x) of x.
+
+    x float32 (n_x, K).
+    """
     need(format_name in KINDS and K % 8 == 0 and entries % n_x == 0, "a grouped float product", found=format_name)
     args = (pointer(x), i32(K), pointer(weights), i64(stride), i32(KINDS[format_name]), i32(rows), pointer(ids),
             i32(entries // n_x), pointer(y))  # fmt: skip

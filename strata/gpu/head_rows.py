@@ -47,7 +47,20 @@ def modify(
 
     n_history -1: no penalties. counts: int32 (T, V) of zeros, left as zeros.
     """
-    args = (pointer(logits), pointer(out), pointer(counts), pointer(history), i32(n_history), pointer(rows), i32(last_n),
-            np.float64(repetition), np.float64(presence), np.float64(frequency), pointer(bias_ids), pointer(bias),
-            i32(n_bias), i32(V))  # fmt: skip
+    args = (
+        pointer(logits),
+        pointer(out),
+        pointer(counts),
+        pointer(history),
+        i32(n_history),
+        pointer(rows),
+        i32(last_n),
+        np.float64(repetition),
+        np.float64(presence),
+        np.float64(frequency),
+        pointer(bias_ids),
+        pointer(bias),
+        i32(n_bias),
+        i32(V),
+    )
     return [launch(SOURCE, "head_modify", T, 1024, *args)]

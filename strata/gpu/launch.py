@@ -83,6 +83,9 @@ def all_sources() -> tuple[Source, ...]:
     found: dict[str, Source] = {}
     package = __name__.rpartition(".")[0]
     for info in pkgutil.walk_packages([str(FOLDER)], package + "."):
+        spec = info.module_finder.find_spec(info.name)
+        if "Source(" not in Path(spec.origin).read_text(encoding="utf-8"):
+            continue  # the backend itself: importing it would cost time and defines none
         for value in vars(importlib.import_module(info.name)).values():
             if isinstance(value, Source):
                 need(found.setdefault(value.file, value) == value, f"two lists of instances for {value.file}")

@@ -1,7 +1,8 @@
 """From a program to a list of launches: buffers become addresses, ops become kernels, neighbours are fused.
 
-Fused, where `fuse` is on: an hc_add with the hc_norm behind it; the squeeze, and the mix, with the quantiser of the
-products that read them. With `fuse` off every op is launches of its own, for comparing backends op by op.
+Fused, where `fuse` is on: an hc_add with the hc_norm behind it; a squeeze with the float product before it; a squeeze
+and a mix with the quantiser of the products that read them. With `fuse` off every op is launches of its own, for comparing
+backends op by op.
 """
 
 from __future__ import annotations
@@ -33,24 +34,21 @@ class Lowering:
         self.op_of_launch: list[int] = []
         self.index = 0
         self._activations: dict[tuple[str, int], Activations] = {}
+        self._made_here: set[tuple[str, int]] = set()
         self.added_before: Op | None = None  # an hc_add that the next hc_norm does
+        self.squeezed_before = False  # the product before an hc_squeeze has done it
 
     def run(self, table: dict[str, Callable[[Lowering, Op], None]]) -> Lowering:
         for index, op in enumerate(self.program.ops):
             self.index = index
+            self._made_here.clear()
             table[op.kind](self, op)
             for port, name in op.buffers.items():
-                if port == "x" and op.kind in PRODUCTS or (name in self._fresh(op)):
+                if port == "x" and op.kind in PRODUCTS:
                     continue  # products only read their input, so what was quantised of it stays good
-                for key in [k for k in self._activations if k[0] == name]:
+                for key in [k for k in self._activations if k[0] == name and k not in self._made_here]:
                     del self._activations[key]
         return self
-
-    def _fresh(self, op: Op) -> tuple[str, ...]:
-        """Buffers whose activations the op itself has just made."""
-        if op.kind == "hc_mix":
-            return (op.buffers["u"],)
-        return (op.buffers["x"],) if op.kind == "hc_squeeze" else ()
 
     # ---- what ops ask for
 
@@ -88,6 +86,7 @@ class Lowering:
         area = self.scratch(f"activations.{buffer}.{group}", n_bytes)
         made = Activations.at(area, rows, K, group)
         self._activations[buffer, group] = made
+        self._made_here.add((buffer, group))
         return made
 
     def activations(self, op: Op, buffer: str, K: int, group: int, rows: int) -> Activations:

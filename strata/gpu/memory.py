@@ -20,7 +20,14 @@ MOST_INBOX_BYTES = 8 << 10
 """Larger io buffers do not go through the inbox."""
 
 INBOX_SKIPS = ("ngram.rows", "ngram.ticket", "mtp.x")
-"""io buffers with a way of their own: rows are copied by the op that waits for them, streams of drafts by the backend."""
+"""io buffers with a way of their own: the op that waits for rows copies them, the backend uploads streams of drafts."""
+
+
+HEAD_AREA = (256, 4608)
+"""Offsets in the outbox of what heads report: of the logits as they are, and after penalties and bias (gpu/head.py)."""
+
+OUTBOX_BYTES = 8960
+"""The error word (8 bytes) and the two areas."""
 
 
 def aligned(n_bytes: int) -> int:
@@ -30,12 +37,12 @@ def aligned(n_bytes: int) -> int:
 class Memory:
     """Addresses by name.
 
-    shared   io and scratch buffers, each as large as the largest program needs
+    shared   io and scratch buffers, each as large as the largest program, or one of `larger`, needs
     inbox    io buffers that the first node of every graph copies from the host, side by side
     states   buffers of sessions; a program finds them through the slot table, one word a name
     """
 
-    def __init__(self, programs: Iterable[Program]):
+    def __init__(self, programs: Iterable[Program], larger: Iterable[Buffer] = ()):
         self.shared: dict[str, Buffer] = {}
         self.states: dict[str, Buffer] = {}
         self.table_buffers: dict[str, Buffer] = {}
@@ -48,6 +55,9 @@ class Memory:
                     self.table_buffers[b.name] = b
                 else:
                     self.states[b.name] = b
+        for b in larger:
+            if b.n_bytes > self.shared[b.name].n_bytes:
+                self.shared[b.name] = b
         self.slots = {name: i for i, name in enumerate(self.states)}
         self.inbox: dict[str, int] = {}
         self.inbox_bytes = 0
@@ -57,7 +67,9 @@ class Memory:
                 self.inbox_bytes += -(-b.n_bytes // 8) * 8
         assert self.inbox_bytes <= MOST_INBOX_BYTES
         self.measuring = True
+        self.outbox_bytes = OUTBOX_BYTES
         self.private_bytes: dict[str, int] = {}
+        self._tables: dict[str, int] = {}
         self._places: dict[str, int] = {}
         self._end = MADE_UP
         self._place_fixed()
@@ -68,7 +80,7 @@ class Memory:
         self._end += aligned(n_bytes)
 
     def _place_fixed(self) -> None:
-        self._place("error", 8)
+        self._place("outbox", OUTBOX_BYTES)
         self._place("inbox", self.inbox_bytes)
         self._place("slots", 8 * max(len(self.slots), 1))
         for name, b in self.shared.items():
@@ -91,11 +103,11 @@ class Memory:
         self._places = {name: place + self._base for name, place in self._places.items()}
 
     def add_table(self, name: str, address: int) -> None:
-        """A table buffer that the backend has uploaded."""
-        self._places[name] = address
+        """A table buffer, or memory of the host, whose place others know."""
+        self._tables[name] = address
 
     def address(self, name: str) -> int:
-        return self._places[name]
+        return self._tables[name] if name in self._tables else self._places[name]
 
     def slot(self, name: str) -> int:
         """Address of the word that holds the address of a state buffer."""
@@ -111,7 +123,7 @@ class Memory:
 
     @property
     def error(self) -> int:
-        return self._places["error"]
+        return self._places["outbox"]
 
     def buffer(self, name: str) -> Buffer:
         return self.shared[name]

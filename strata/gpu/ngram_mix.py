@@ -31,9 +31,23 @@ def ngram_wait(
 
 
 def ngram_mix(
-    x: int, key: int, value: int, w: NgramWeights, history_slot: int, conv_rows: int, gates: int, whole_chunk: int, T: int,
-    C: int, D: int, taps: int, dilation: int, eps: float, error: int, where: np.uint64,
-) -> list[Launch]:  # fmt: skip
+    x: int,
+    key: int,
+    value: int,
+    w: NgramWeights,
+    history_slot: int,
+    conv_rows: int,
+    gates: int,
+    whole_chunk: int,
+    T: int,
+    C: int,
+    D: int,
+    taps: int,
+    dilation: int,
+    eps: float,
+    error: int,
+    where: np.uint64,
+) -> list[Launch]:
     """x (T, C, D) in place, from key (T, C, D) and value (T, D); conv_rows (T, C, D) is what commit shifts in.
 
     gates: scratch of T C floats. whole_chunk: 0, or the address of an int64 T, for a chunk that advances the history.

@@ -52,7 +52,9 @@ def _hc_add(c: Lowering, op: Op) -> None:
 def _hc_squeeze(c: Lowering, op: Op) -> None:
     x, C, n = op.buffers["x"], op.consts["C"], op.consts["n"]
     groups = c.groups_of(x, n) if c.fuse else {0}
-    if len(groups) == 1 and 0 not in groups:
+    if c.squeezed_before:
+        c.squeezed_before = False  # whoever needs it quantised does that himself
+    elif len(groups) == 1 and 0 not in groups:
         made = c.place_activations(x, n, groups.pop(), c.T)
         c.add(quantise(c.memory.address(x), made, c.error, c.where(op), squeeze_by=C))
     else:
@@ -63,8 +65,21 @@ def _hc_mix(c: Lowering, op: Op) -> None:
     k, u = op.consts, op.buffers["u"]
     groups = c.groups_of(u, k["D"]) - {0} if c.fuse else set()
     quantised = tuple(c.place_activations(u, k["D"], g, c.T) for g in sorted(groups))
-    c.add(hyper_connection.hc_mix(c.at(op, "normed"), c.at(op, "gate"), c.at(op, "u"), c.T, k["C"], k["D"], c.error,
-                                  c.where(op), inject=c.at(op, "inject"), a=c.at(op, "a"), quantised=quantised))  # fmt: skip
+    c.add(
+        hyper_connection.hc_mix(
+            c.at(op, "normed"),
+            c.at(op, "gate"),
+            c.at(op, "u"),
+            c.T,
+            k["C"],
+            k["D"],
+            c.error,
+            c.where(op),
+            inject=c.at(op, "inject"),
+            a=c.at(op, "a"),
+            quantised=quantised,
+        )
+    )
 
 
 def _linear(c: Lowering, op: Op) -> None:
@@ -77,9 +92,17 @@ def _linear(c: Lowering, op: Op) -> None:
         if m.format.group:
             product(c, op, m, x, T, y)
         else:
-            floats.append(FloatMatrix(m.format.name, m.address, m.rows, y))
+            following = c.next_op()
+            squeezed = (
+                following is not None
+                and following.kind == "hc_squeeze"
+                and following.buffers["x"] == op.buffers[f"y{i}"]
+            )
+            squeezed = squeezed and not floats and T == c.T
+            c.squeezed_before = c.squeezed_before or squeezed
+            floats.append(FloatMatrix(m.format.name, m.address, m.rows, y, following.consts["C"] if squeezed else 0))
     if floats:
-        c.add(float_gemv(c.memory.address(x), T, columns, floats))
+        c.add(float_gemv(c.memory.address(x), T, columns, floats, c.error, c.where(op)))
 
 
 def _gdn_conv(c: Lowering, op: Op) -> None:
@@ -91,10 +114,29 @@ def _gdn_conv(c: Lowering, op: Op) -> None:
 
 def _gdn_heads(c: Lowering, op: Op) -> None:
     k = op.consts
-    c.add(gated_delta.gdn_heads(c.at(op, "conv"), c.at(op, "decay"), c.at(op, "beta"), c.at(op, "z"), c.vector(op, "a"),
-                                c.vector(op, "dt"), c.vector(op, "norm"), c.slot(op, "state"), c.at(op, "y"), c.T,
-                                k["Hk"], k["Hv"], k["dk"], k["dv"], k["channels"], bool(k["advance"]), k["eps"], c.error,
-                                c.where(op)))  # fmt: skip
+    c.add(
+        gated_delta.gdn_heads(
+            c.at(op, "conv"),
+            c.at(op, "decay"),
+            c.at(op, "beta"),
+            c.at(op, "z"),
+            c.vector(op, "a"),
+            c.vector(op, "dt"),
+            c.vector(op, "norm"),
+            c.slot(op, "state"),
+            c.at(op, "y"),
+            c.T,
+            k["Hk"],
+            k["Hv"],
+            k["dk"],
+            k["dv"],
+            k["channels"],
+            bool(k["advance"]),
+            k["eps"],
+            c.error,
+            c.where(op),
+        )
+    )
 
 
 def _gdn_commit(c: Lowering, op: Op) -> None:
@@ -105,7 +147,9 @@ def _gdn_commit(c: Lowering, op: Op) -> None:
 
 def _history_commit(c: Lowering, op: Op) -> None:
     k = op.consts
-    c.add(gated_delta.history_commit(c.slot(op, "history"), c.at(op, "rows"), c.at(op, "n_keep"), k["rows"], k["width"]))
+    c.add(
+        gated_delta.history_commit(c.slot(op, "history"), c.at(op, "rows"), c.at(op, "n_keep"), k["rows"], k["width"])
+    )
 
 
 def _cells(c: Lowering, op: Op) -> KvSlots:
@@ -122,25 +166,76 @@ def _qsa_append(c: Lowering, op: Op) -> None:
 
 def _qsa_index(c: Lowering, op: Op) -> None:
     k = op.consts
-    c.add(qsa_append.qsa_index(c.at(op, "iq"), c.at(op, "ik"), c.vector(op, "q_norm"), c.vector(op, "k_norm"),
-                               c.slot(op, "keys"), c.slot(op, "raw"), c.at(op, "pos"), c.at(op, "rope"), c.T, k["heads"],
-                               k["dim"], k["block"], k["ring"], k["rotary"], k["eps"], c.error, c.where(op)))  # fmt: skip
+    c.add(
+        qsa_append.qsa_index(
+            c.at(op, "iq"),
+            c.at(op, "ik"),
+            c.vector(op, "q_norm"),
+            c.vector(op, "k_norm"),
+            c.slot(op, "keys"),
+            c.slot(op, "raw"),
+            c.at(op, "pos"),
+            c.at(op, "rope"),
+            c.T,
+            k["heads"],
+            k["dim"],
+            k["block"],
+            k["ring"],
+            k["rotary"],
+            k["eps"],
+            c.error,
+            c.where(op),
+        )
+    )
 
 
 def _qsa_select(c: Lowering, op: Op) -> None:
     k = op.consts
     scores = c.scratch("qsa.scores", qsa_select.score_bytes(c.T, c.context, k["block"]))
-    c.add(qsa_select.qsa_select(c.at(op, "iq"), c.slot(op, "keys"), c.at(op, "pos"), c.at(op, "blocks"), scores, c.T,
-                                k["heads"], k["dim"], k["block"], k["budget"], c.context, c.error, c.where(op)))  # fmt: skip
+    c.add(
+        qsa_select.qsa_select(
+            c.at(op, "iq"),
+            c.slot(op, "keys"),
+            c.at(op, "pos"),
+            c.at(op, "blocks"),
+            scores,
+            c.T,
+            k["heads"],
+            k["dim"],
+            k["block"],
+            k["budget"],
+            c.context,
+            c.error,
+            c.where(op),
+        )
+    )
 
 
 def _qsa_attend(c: Lowering, op: Op) -> None:
     k = op.consts
     size = qsa_attend.part_bytes(c.T, k["H"], k["dh"], c.context, k["block"], k["budget"])
     parts = c.scratch("qsa.parts", size)
-    c.add(qsa_attend.qsa_attend(c.at(op, "q"), c.at(op, "q_gate"), c.at(op, "y"), (c.at(op, "pos"),), _cells(c, op),
-                                c.at(op, "blocks"), c.at(op, "first"), parts, c.T, k["H"], k["Hkv"], k["dh"], k["block"],
-                                k["budget"], c.context, c.error, c.where(op)))  # fmt: skip
+    c.add(
+        qsa_attend.qsa_attend(
+            c.at(op, "q"),
+            c.at(op, "q_gate"),
+            c.at(op, "y"),
+            (c.at(op, "pos"),),
+            _cells(c, op),
+            c.at(op, "blocks"),
+            c.at(op, "first"),
+            parts,
+            c.T,
+            k["H"],
+            k["Hkv"],
+            k["dh"],
+            k["block"],
+            k["budget"],
+            c.context,
+            c.error,
+            c.where(op),
+        )
+    )
 
 
 def _router(c: Lowering, op: Op) -> None:

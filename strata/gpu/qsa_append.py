@@ -34,9 +34,27 @@ def qsa_append(
     need(rotary % 2 == 0 and rotary <= dh, "rotated values of a head", found=rotary, needed=f"even, up to {dh}")
     need((cells.k_scales == 0) == (cells.v_scales == 0), "K and V have one format")
     need(cells.k_scales == 0 or dh % 64 == 0, "int8 cells need heads in 64s", found=dh)
-    args = (pointer(q_gate), pointer(k_in), pointer(v_in), pointer(q_norm), pointer(k_norm), pointer(q_out),
-            pointer(pos), pointer(rope), pointer(cells.k), pointer(cells.k_scales), pointer(cells.v),
-            pointer(cells.v_scales), i32(H), i32(Hkv), i32(dh), i32(rotary), f32(eps), pointer(error), where)  # fmt: skip
+    args = (
+        pointer(q_gate),
+        pointer(k_in),
+        pointer(v_in),
+        pointer(q_norm),
+        pointer(k_norm),
+        pointer(q_out),
+        pointer(pos),
+        pointer(rope),
+        pointer(cells.k),
+        pointer(cells.k_scales),
+        pointer(cells.v),
+        pointer(cells.v_scales),
+        i32(H),
+        i32(Hkv),
+        i32(dh),
+        i32(rotary),
+        f32(eps),
+        pointer(error),
+        where,
+    )
     grid = (-(-(H + 2 * Hkv) // WARPS), T)
     return [launch(SOURCE, "qsa_append", grid, 32 * WARPS, *args, shared_bytes=4 * WARPS * dh)]
 

@@ -1,4 +1,4 @@
-"""A session's memory on the device, laid out as on the host: one block for what checkpoints copy, one piece a cell buffer.
+"""A session's memory on the device, laid out as on the host: one block for what checkpoints copy, the rest by buffer.
 
 `recurrent` behaves like the host's byte array where the runtime uses it: copying it out, and writing all of it.
 """

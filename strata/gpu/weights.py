@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from strata.base.errors import ModelError
-from strata.gpu.device import ALIGN, Device
+from strata.gpu.device import Device
 from strata.gpu.gemv import relayout, relayout_bytes
 from strata.gpu.memory import MADE_UP, aligned
 from strata.pack.experts import ExpertLayout
@@ -70,6 +70,7 @@ class Weights:
         return self._end - MADE_UP
 
     def bytes_by_kind(self) -> dict[str, int]:
+        """Device bytes of matrices, experts, lookup rows, vectors and tables."""
         total: dict[str, int] = {}
         for p in self._pieces:
             total[p.kind] = total.get(p.kind, 0) + aligned(p.n_bytes)
@@ -92,6 +93,10 @@ class Weights:
         """Address of a host array that is the same for all programs."""
         return self._address((name, kind), array.nbytes, kind, lambda: array)
 
+    def place_of(self, name: str, kind: str) -> int:
+        """Address of an `array` that was asked for before."""
+        return self._places[name, kind] + self._base
+
     def vector(self, name: str, transposed: bool = False) -> int:
         """Address of a small tensor as float32; refuses values that are not finite, which no window could survive."""
 
@@ -99,8 +104,12 @@ class Weights:
             v = self.tensors.values(name)
             if not np.isfinite(v).all():
                 bad = int(np.argmin(np.isfinite(v.reshape(-1))))
-                raise ModelError(f"tensor {name} holds a non-finite value", found=f"index {bad}", needed="finite numbers",
-                                 advice="The file is damaged: download it again.")  # fmt: skip
+                raise ModelError(
+                    f"tensor {name} holds a non-finite value",
+                    found=f"index {bad}",
+                    needed="finite numbers",
+                    advice="The file is damaged: download it again.",
+                )
             return np.ascontiguousarray(v.T if transposed else v, np.float32)
 
         n_bytes = 4 * int(np.prod(self.tensors.info(name).shape))
@@ -177,6 +186,3 @@ class Weights:
 
         at = self._address((layer, "expert scales"), 3 * stride, "vectors", data)
         return at, at + stride, at + 2 * stride
-
-
-__all__ = ["ALIGN", "DRAFT_EXPERTS", "Matrix", "Weights"]

@@ -138,9 +138,9 @@ def examine(path: str | Path | None = None) -> Report:
 
 
 def _read_probe(place: Path) -> tuple[str, float, float] | None:
-    """(file, median us, 95th percentile us) of 4 KiB random reads in the largest file of the model's folder."""
+    """(file, median us, 95th percentile us) of 4 KiB random reads in the largest file of the folder or below."""
     folder = place if place.is_dir() else place.parent
-    files = [place] if place.is_file() else [p for p in folder.iterdir() if p.is_file()]
+    files = [place] if place.is_file() else [p for p in (*folder.glob("*"), *folder.glob("*/*")) if p.is_file()]
     for file in sorted(files, key=lambda p: -p.stat().st_size)[:3]:
         times = probes.random_read_us(file)
         if times is not None:

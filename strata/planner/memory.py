@@ -34,7 +34,7 @@ from strata.planner.machine import Gpu, Machine
 from strata.planner.missing import assume_table
 from strata.planner.needs import priced_programs
 from strata.planner.options import DRAFTS, PlanOptions, make_options
-from strata.planner.pricing import Priced, draft_of, largest_context, price
+from strata.planner.pricing import Priced, default_threads, draft_of, largest_context, price
 from strata.planner.rates import CpuCosts
 from strata.planner.remedies import remedies, slots_per_gib
 
@@ -76,11 +76,6 @@ def _check_cpu(machine: Machine, o: PlanOptions) -> None:
         raise BadArgument(
             "the CPU reads prompts in chunks of one cell", found=o.prefill, needed=f"{CELL_ROWS}, auto or windows"
         )
-
-
-def default_threads(machine: Machine, gpu: Gpu | None, o: PlanOptions) -> int:
-    """Workers: every usable core, one less beside a GPU, whose service thread spins while a window is in flight."""
-    return o.threads if o.threads is not None else max(machine.usable_cores - (1 if gpu is not None else 0), 1)
 
 
 def plan(

@@ -48,19 +48,23 @@ EXPERT_PLACE_BYTES = 3 * 8
 LOOKUP_TOKENS, LOOKUP_TOKEN_BYTES = 1 << 18, 24
 """Tokens that the index of earlier text holds at most, and its bytes for each."""
 
+STACK_BYTES = 1 << 20
+"""What a thread touches of its stack, generously."""
+
 DRAFT_QUEUE_ROWS = 64
 """Rows that may wait for the draft layer."""
 
 
 @dataclass(frozen=True)
-class SessionNeeds:
-    """What is held for conversations: sessions, checkpoints of each, whether drafts are also looked up in earlier text,
-    and the draft layer, if any."""
+class HostNeeds:
+    """What RAM is held for: sessions, checkpoints of each, whether drafts are also looked up in earlier text, the draft
+    layer, if any, and threads."""
 
     sessions: int
     checkpoints: int
     lookup: bool
     draft: DraftFacts | None
+    threads: int
 
 
 def _up(n_bytes: int) -> int:
@@ -255,7 +259,7 @@ def gpu_fixed_lines(m: ModelFacts, context: int, kv: str, sessions: int, draft: 
     return lines
 
 
-def host_lines(m: ModelFacts, context: int, ngram_rows: int, s: SessionNeeds) -> list[PlanLine]:
+def host_lines(m: ModelFacts, context: int, ngram_rows: int, s: HostNeeds) -> list[PlanLine]:
     """RAM lines that both backends have."""
     g, sessions, checkpoints, draft = m.geometry, s.sessions, s.checkpoints, s.draft
     each = " a session" if sessions > 1 else ""
@@ -278,10 +282,12 @@ def host_lines(m: ModelFacts, context: int, ngram_rows: int, s: SessionNeeds) ->
         n_bytes += (DRAFT_QUEUE_ROWS + 2 + checkpoints) * g.CD * 4
         reason += "; rows that wait for the draft layer"
     lines.append(PlanLine("conversations", "ram", sessions * n_bytes, reason + each, kind="later"))
+    stacks = f"stacks of {s.threads} thread{'s' if s.threads > 1 else ''}"
+    lines.append(PlanLine("workers", "ram", s.threads * STACK_BYTES, stacks, kind="later"))
     return lines
 
 
-def gpu_host_lines(m: ModelFacts, context: int, ngram_rows: int, s: SessionNeeds) -> list[PlanLine]:
+def gpu_host_lines(m: ModelFacts, context: int, ngram_rows: int, s: HostNeeds) -> list[PlanLine]:
     g = m.geometry
     rows = WINDOW_ROWS * EXCHANGE_DEPTH
     exchange = rows * (2 * g.D + g.D * 8 + (g.K + 1) * 12) + WINDOW_ROWS * g.V * 4
@@ -301,7 +307,7 @@ def cpu_shared_bytes(g: Geometry, draft_rows: int = 0) -> int:
     return sum(widest.values())
 
 
-def cpu_lines(m: ModelFacts, context: int, kv: str, ngram_rows: int, s: SessionNeeds) -> list[PlanLine]:
+def cpu_lines(m: ModelFacts, context: int, kv: str, ngram_rows: int, s: HostNeeds) -> list[PlanLine]:
     """RAM lines of the CPU backend besides the mapped weights."""
     g, sessions, draft = m.geometry, s.sessions, s.draft
     cells = state.round_context(context)

@@ -59,6 +59,16 @@ def vram_free_bytes(gpu: Gpu, o: PlanOptions) -> int:
     return gpu.free_bytes if o.vram_gib is None else min(gpu.free_bytes, int(o.vram_gib * GIB))
 
 
+def default_threads(machine: Machine, gpu: Gpu | None, o: PlanOptions) -> int:
+    """Workers: every usable core, one less beside a GPU, whose service thread spins while a window is in flight."""
+    return o.threads if o.threads is not None else max(machine.usable_cores - (1 if gpu is not None else 0), 1)
+
+
+def _held(m: ModelFacts, machine: Machine, gpu: Gpu | None, o: PlanOptions) -> needs.HostNeeds:
+    threads = default_threads(machine, gpu, o)
+    return needs.HostNeeds(o.sessions, o.checkpoints, o.draft != "off", draft_of(m, o), threads)
+
+
 def draft_of(m: ModelFacts, o: PlanOptions) -> DraftFacts | None:
     """The draft layer that is priced, or None."""
     if o.draft in ("off", "lookup") or (o.draft == "auto" and m.draft is None):
@@ -106,8 +116,8 @@ def price_gpu(m: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, context
     """The configuration on a GPU, with its RAM side."""
     g, kv = m.geometry, kv_format(o.kv, context, m.geometry.dh)
     free = vram_free_bytes(gpu, o)
-    draft = draft_of(m, o)
-    lines = needs.gpu_fixed_lines(m, context, kv, o.sessions, draft)
+    held = _held(m, machine, gpu, o)
+    lines = needs.gpu_fixed_lines(m, context, kv, o.sessions, held.draft)
     sizes = slot_sizes(m.expert_bytes)
     queue = admission_queue(sizes, g.E, o.profile)
     fixed = sum(line.held_bytes for line in lines)
@@ -139,7 +149,6 @@ def price_gpu(m: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, context
             )
         )
     ngram_rows = _ngram_rows(o, NGRAM_ROWS_GPU)
-    held = needs.SessionNeeds(o.sessions, o.checkpoints, o.draft != "off", draft)
     ram = _ram_beside_gpu(m, machine, o, needs.gpu_host_lines(m, context, ngram_rows, held), cache.allotment)
     return Priced(
         context=context,
@@ -233,9 +242,9 @@ def price_cpu(m: ModelFacts, machine: Machine, o: PlanOptions, context: int) -> 
     free = ram_free_bytes(machine, o)
     floor = ram_floor_bytes(machine, free)
     ngram_rows = _ngram_rows(o, NGRAM_ROWS_CPU)
-    draft = draft_of(m, o)
-    sessions = needs.SessionNeeds(o.sessions, o.checkpoints, o.draft != "off", draft)
-    other = needs.cpu_lines(m, context, kv, ngram_rows, sessions)
+    host = _held(m, machine, None, o)
+    draft = host.draft
+    other = needs.cpu_lines(m, context, kv, ngram_rows, host)
     other.append(PlanLine("system floor", "ram", floor, "left to the system and Python", kind="reserve"))
     taken = sum(line.held_bytes for line in other)
     every_token = m.dense_bytes + (draft.in_model_bytes if draft else 0)

@@ -89,20 +89,36 @@ def drafting_facts(speculators: Sequence[Speculator]) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Proposed:
-    """A round's drafts: all that were made, and the tokens that go into the window with their sources."""
+    """A round's drafts: all that were made, and the tokens that go into the window with their sources.
+
+    draft_ms   the drafter's time         asking_ms  lookup's and the policy's time
+    asked      whether the policy was asked at all
+    """
 
     drafts: tuple[Draft, ...] = ()
     tokens: tuple[int, ...] = ()
     sources: tuple[str, ...] = ()
     distributions: tuple = ()
     draft_ms: float = 0.0
+    asking_ms: float = 0.0
+    asked: bool = True
 
 
-NOTHING = Proposed()
+NOTHING = Proposed(asked=False)
+
+ASKING_SHARE = 0.005
+"""Part of the time that asking lookup and policy may take in stretches where they draft nothing."""
+
+LONGEST_REST = 64
+"""Rounds."""
 
 
 class Speculator:
     """Drafts of one session under a policy that the whole model shares.
+
+    Asking is Python and takes a fraction of a millisecond. That is nothing beside a large model's window and much beside
+    a small one's, so it counts as a cost: it is added to the time of windows with drafts, and while nothing is drafted,
+    rounds are skipped, 1, 2, 4, ... at a time, until asking takes ASKING_SHARE of the time.
 
     total   what drafting did since the session's memory was made
     guard   a user's own drafter, or None: then the session's draft layer is used, if it has one
@@ -113,9 +129,17 @@ class Speculator:
         self.lookup = SuffixLookup()
         self.total = Tally()
         self._known = np.zeros(0, np.int32)
+        self._judging_ms = self._asking_ms = 0.0  # running means: of learning from a round, of asking and learning
+        self._wake_up()
+
+    def _wake_up(self) -> None:
+        self._last_rest = self._rest = 0  # rounds skipped last time, and still to skip
+        self._skipped: list[int] = []  # tokens of rounds skipped
+        self._skipped_ms = 0.0
 
     def begin(self, prompt: np.ndarray) -> None:
         """A new prompt: the lookup goes back to what both have in common and follows."""
+        self._wake_up()
         n = min(len(self._known), len(prompt))
         different = np.flatnonzero(self._known[:n] != prompt[:n])
         common = int(different[0]) if different.size else n
@@ -125,34 +149,37 @@ class Speculator:
 
     def end(self, tokens: np.ndarray) -> None:
         """The answer is over: prompt and answer, as far as the lookup knows them."""
+        self._learn_skipped()
         self._known = tokens
+
+    def _learn_skipped(self) -> None:
+        if self._skipped:
+            self.policy.rested(len(self._skipped), self._skipped_ms)
+            self.lookup.extend(self._skipped)
+            self._skipped, self._skipped_ms = [], 0.0
 
     def propose(self, pending: int, room: int) -> Proposed:
         """Drafts for the window that begins with `pending`; room: most drafts it may hold."""
+        if self._rest > 0:
+            self._rest -= 1
+            return NOTHING
+        began = time.perf_counter()
+        self._learn_skipped()
         room, mtp = min(room, MAX_DRAFTS), self.session.mtp
         stepwise = self.guard is None
-        asked = mtp is not None if stepwise else self.guard.disabled is None
+        can = mtp is not None if stepwise else self.guard.disabled is None
         found = self.lookup.propose(room)
-        choice = self.policy.choose(RoundFacts(room, asked, stepwise, len(found.tokens), found.match_length))
-        lookup = Draft(tuple(found.tokens), None, "lookup", found.match_length)
-        if choice.n_drafts == 0:
-            drafts = (lookup,) if found.tokens else ()
-            return self._window(drafts, lookup.tokens[: choice.n_lookup], ("lookup",) * choice.n_lookup)
-        began = time.perf_counter()
-        made = self._ask(pending, choice.n_drafts)
-        draft_ms = (time.perf_counter() - began) * 1e3
-        drafts, probabilities = [made], list(made.probabilities or (None,) * len(made.tokens))
-        if found.tokens:
-            drafts.append(lookup)
-        if not made.tokens:
-            return self._window(tuple(drafts), (), (), draft_ms)
-        more = self.lookup.propose(room - len(made.tokens), after=made.tokens)
-        choice = self.policy.settle(probabilities, len(more.tokens), more.match_length)
-        if more.tokens:
-            drafts.append(Draft(tuple(more.tokens), None, "chain", more.match_length, len(made.tokens)))
-        tokens = made.tokens[: choice.n_drafts] + tuple(more.tokens[: choice.n_lookup])
-        sources = (made.source,) * choice.n_drafts + ("chain",) * choice.n_lookup
-        return self._window(tuple(drafts), tokens, sources, draft_ms)
+        choice = self.policy.choose(RoundFacts(room, can, stepwise, len(found.tokens), found.match_length))
+        drafts = [Draft(found.tokens, None, "lookup", found.match_length)] if found.tokens else []
+        tokens, sources, draft_ms = found.tokens[: choice.n_lookup], ("lookup",) * choice.n_lookup, 0.0
+        if choice.n_drafts:
+            asked = time.perf_counter()
+            made = self._ask(pending, choice.n_drafts)
+            draft_ms = (time.perf_counter() - asked) * 1e3
+            drafts.append(made)
+            tokens, sources = self._settle(made, room, drafts)
+        asking_ms = (time.perf_counter() - began) * 1e3 - draft_ms
+        return Proposed(tuple(drafts), tokens, sources, (None,) * len(tokens), draft_ms, asking_ms)
 
     def _ask(self, pending: int, n: int) -> Draft:
         if self.guard is not None:
@@ -162,14 +189,46 @@ class Speculator:
         )
         return Draft(tuple(tokens), tuple(probabilities), "mtp") if tokens else NO_DRAFT
 
-    @staticmethod
-    def _window(drafts: tuple, tokens: tuple, sources: tuple, draft_ms: float = 0.0) -> Proposed:
-        return Proposed(drafts, tokens, sources, (None,) * len(tokens), draft_ms)
+    def _settle(self, made: Draft, room: int, drafts: list[Draft]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Tokens of the window and their sources, once the drafter has made its drafts. What is looked up behind them is
+        added to `drafts`."""
+        if not made.tokens:
+            return (), ()
+        more = self.lookup.propose(room - len(made.tokens), after=made.tokens)
+        probabilities = made.probabilities or (None,) * len(made.tokens)
+        choice = self.policy.settle(probabilities, len(more.tokens), more.match_length)
+        if more.tokens:
+            drafts.append(Draft(more.tokens, None, "chain", more.match_length, len(made.tokens)))
+        tokens = made.tokens[: choice.n_drafts] + more.tokens[: choice.n_lookup]
+        return tokens, (made.source,) * choice.n_drafts + ("chain",) * choice.n_lookup
 
     def observe(self, proposed: Proposed, ms: float, committed: list[int], tally: Tally) -> None:
-        """Learn from a round: its window's milliseconds without drafting, and the tokens it committed."""
-        T = 1 + len(proposed.tokens)
-        self.policy.observe(Outcome(T, ms, proposed.draft_ms, committed, proposed.drafts))
-        self.lookup.extend(committed)
+        """Learn from a round: its milliseconds without the drafter's, and the tokens it committed."""
         for counted in (tally, self.total):
             counted.window(proposed.sources, len(committed), proposed.draft_ms)
+        if not proposed.asked:
+            self._skipped += committed
+            self._skipped_ms += ms
+            return
+        began = time.perf_counter()
+        # Without drafts, asking is what is skipped next; with drafts it is part of what they cost.
+        idle = not proposed.tokens and proposed.draft_ms == 0.0
+        window_ms = max(ms - proposed.asking_ms, 1e-6) if idle else ms + self._judging_ms
+        self.policy.observe(
+            Outcome(1 + len(proposed.tokens), window_ms, proposed.draft_ms, committed, proposed.drafts)
+        )
+        self.lookup.extend(committed)
+        judging_ms = (time.perf_counter() - began) * 1e3
+        self._judging_ms = _follow(self._judging_ms, judging_ms)
+        self._asking_ms = _follow(self._asking_ms, judging_ms + proposed.asking_ms)
+        self._last_rest = self._rest = self._rest_after(self._last_rest) if idle else 0
+
+    def _rest_after(self, last: int) -> int:
+        """Rounds to skip after one in which nothing was drafted."""
+        longest = self._asking_ms / (ASKING_SHARE * max(self.policy.window_ms(1), 1e-6))
+        return min(2 * last + 1, int(longest), LONGEST_REST)
+
+
+def _follow(mean: float, value: float) -> float:
+    """A running mean that a stray slow value moves little."""
+    return value if mean == 0.0 else mean + 0.1 * (min(value, 2.0 * mean) - mean)

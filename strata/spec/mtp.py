@@ -18,6 +18,10 @@ from strata.base.state import State
 from strata.cpu.head_rows import most_likely
 
 QUEUE_ROWS = 64
+"""Complete cells that may wait to be stored."""
+
+RING_ROWS = QUEUE_ROWS + 2 * WINDOW_ROWS
+"""Those, the rows of one more window and the row that waits for its token."""
 
 
 class DraftBackend(Protocol):
@@ -46,56 +50,47 @@ class MtpDrafter:
 
     def __init__(self, backend: DraftBackend, stream_values: int, vocabulary: np.ndarray | None = None):
         self._backend, self._vocabulary = backend, vocabulary
-        self._x = np.zeros((QUEUE_ROWS, stream_values), np.float32)
-        self._tokens = np.zeros(QUEUE_ROWS, np.int32)
+        # rings addressed by position: streams of the last rows, and the tokens after them
+        self._x = np.zeros((RING_ROWS, stream_values), np.float32)
+        self._tokens = np.zeros(RING_ROWS, np.int32)
         self._chain = np.zeros(stream_values, np.float32)
-        self._last = np.zeros(stream_values, np.float32)
         self.clear()
 
     def clear(self) -> None:
         """Forget everything: the session is empty."""
-        self._rows = 0  # rows seen; the last of them waits in _last
-        self._start = 0  # position of the first queued row
-        self._queued = 0
+        self._rows = 0  # rows seen; the last of them waits for the token after it
         self._first = 0  # cells before this one were skipped
-        self._stored = 0  # the waiting row's cell was stored by a draft step when this equals _rows
+        self._done = 0  # cells before this one are stored or skipped; _rows after a draft step, which stores the last
+        self._drafted_after = -1  # the token that the draft step took for the one after the last row
 
     def rows_kept(self, state: State, x: np.ndarray, tokens: np.ndarray, eager: bool) -> None:
-        """Rows were committed behind those seen so far.
+        """At most 8 rows were committed behind those seen so far.
 
         x (n, C*D): their streams, in order; tokens (n,): their own tokens; eager: store complete cells at once.
         """
-        n = len(tokens)
-        if self._rows and self._stored != self._rows:
-            self._push(state, self._rows - 1, self._last, int(tokens[0]))
+        rows, n = self._rows, len(tokens)
+        if rows:
+            token = int(tokens[0])
+            self._tokens[(rows - 1) % RING_ROWS] = token
+            if self._done == rows and token != self._drafted_after:
+                self._done -= 1
         for j in range(n - 1):
-            self._push(state, self._rows + j, x[j], int(tokens[j + 1]))
-        self._last[:] = x[n - 1]
-        self._rows += n
+            self._tokens[(rows + j) % RING_ROWS] = tokens[j + 1]
+        for j in range(n):
+            self._x[(rows + j) % RING_ROWS] = x[j]
+        self._rows = rows = rows + n
+        if rows - 1 - self._done > QUEUE_ROWS:  # too long without drafts: skip the oldest window
+            self._first = self._done = self._done + WINDOW_ROWS
         if eager:
             self.catch_up(state)
 
-    def _push(self, state: State, position: int, x: np.ndarray, token: int) -> None:
-        if self._queued == 0:
-            self._start = position
-        elif position != self._start + self._queued:  # a draft step stored the cells between
-            self.catch_up(state)
-            self._start = position
-        if self._queued == QUEUE_ROWS:  # drop the oldest window: too long without drafts
-            self._x[: QUEUE_ROWS - WINDOW_ROWS] = self._x[WINDOW_ROWS:].copy()
-            self._tokens[: QUEUE_ROWS - WINDOW_ROWS] = self._tokens[WINDOW_ROWS:].copy()
-            self._start += WINDOW_ROWS
-            self._queued -= WINDOW_ROWS
-            self._first = self._start
-        self._x[self._queued], self._tokens[self._queued] = x, token
-        self._queued += 1
-
     def catch_up(self, state: State) -> None:
-        """Store the queued cells."""
-        for at in range(0, self._queued, WINDOW_ROWS):
-            n = min(WINDOW_ROWS, self._queued - at)
-            self._backend.draft_append(state, self._x[at : at + n], self._tokens[at : at + n], self._start + at)
-        self._queued = 0
+        """Store the cells whose token is known."""
+        while self._done < self._rows - 1:
+            at = self._done % RING_ROWS
+            n = min(WINDOW_ROWS, self._rows - 1 - self._done, RING_ROWS - at)
+            self._backend.draft_append(state, self._x[at : at + n], self._tokens[at : at + n], self._done)
+            self._done += n
 
     def propose(
         self, state: State, token: int, k: int, go_on: Callable[[list[float]], bool] | None = None
@@ -109,10 +104,11 @@ class MtpDrafter:
         if self._rows == 0 or k <= 0:
             return tokens, probabilities
         self.catch_up(state)
-        x, position = self._last, self._rows - 1
+        self._drafted_after = token
+        x, position = self._x[(self._rows - 1) % RING_ROWS], self._rows - 1
         while len(tokens) < k:
             logits, streams = self._backend.draft_step(state, x, token, position, self._first)
-            self._stored = self._rows
+            self._done = self._rows
             best, probability = most_likely(logits)
             token = best if self._vocabulary is None else int(self._vocabulary[best])
             tokens.append(token)
@@ -126,10 +122,11 @@ class MtpDrafter:
     def snapshot(self, state: State) -> DraftSlot:
         """For a checkpoint at the rows seen so far."""
         self.catch_up(state)
-        return DraftSlot(self._rows, self._first, self._last.copy() if self._rows else None)
+        last = self._x[(self._rows - 1) % RING_ROWS].copy() if self._rows else None
+        return DraftSlot(self._rows, self._first, last)
 
     def restore(self, slot: DraftSlot) -> None:
         self.clear()
-        self._rows, self._first = slot.rows, slot.first
+        self._rows, self._first, self._done = slot.rows, slot.first, max(slot.rows - 1, 0)
         if slot.x is not None:
-            self._last[:] = slot.x
+            self._x[(slot.rows - 1) % RING_ROWS] = slot.x

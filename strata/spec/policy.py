@@ -310,6 +310,18 @@ class DraftPolicy:
         if self._probe_kind == "probe of the drafter":
             self._drafter_pause = 2.0 if came_out else min(LONGEST_PAUSE, 1.5 * self._drafter_pause)
 
+    def rested(self, rounds: int, ms: float) -> None:
+        """Learn from rounds of one row that were not asked about: one token each, `ms` milliseconds in all."""
+        need(rounds >= 1 and 0 < ms < math.inf, "no such rest", found=(rounds, ms), needed="rounds >= 1, ms > 0")
+        self._round += rounds
+        self._costs.observe(1, ms / rounds, self._round)
+        kept = 0.93**rounds
+        new = (1.0 - kept) / 0.07
+        self._recent_tokens = kept * self._recent_tokens + new
+        self._recent_ms = kept * self._recent_ms + new * min(ms / rounds, 1.5 * self._costs.table[1])
+        self.total_ms += ms
+        self._budget_ms = min(self._budget_ms + PROBE_SHARE * ms, 16.0 * self._costs.table[1])
+
     def _judge(self, outcome: Outcome) -> bool:
         """Learn from every draft; says whether a draft of the drafter came out."""
         came_out, before = False, 0

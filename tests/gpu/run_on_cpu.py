@@ -1,4 +1,8 @@
-"""Launches .cu kernels on the CPU: g++ compiles them with shim.h, ctypes runs them on numpy memory."""
+"""Launches .cu kernels on numpy memory: on the CPU, where g++ compiles them with shim.h, or on a GPU.
+
+With STRATA_TEST_DEVICE=cuda the same tests run on the device: `address` then mirrors an array there, guards included,
+and `run_all` copies everything back. So a test says only which arrays a kernel gets.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +18,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from strata.gpu.activations import Activations
 from strata.gpu.compile import headers_of
 from strata.gpu.launch import FOLDER, Launch, Source, pointer
+from tests.canonical.call import Slot
 
 HERE = Path(__file__).resolve().parent
 FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-fwrapv", "-w", "-shared", "-fPIC")
 # std::fma is a slow library call unless the target has the instruction; both round once.
 FMA = {"x86_64": ("-mfma", "-mavx2")}
 
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+ON_DEVICE = os.environ.get("STRATA_TEST_DEVICE") == "cuda"
+needs_compiler = pytest.mark.skipif(not ON_DEVICE and shutil.which("g++") is None, reason="g++ is not installed")
 
 
 def _folder() -> Path:
@@ -84,23 +91,66 @@ def run(launch: Launch, *, reverse: bool = False) -> None:
 
 
 def run_all(launches: list[Launch], *, reverse: bool = False) -> None:
+    """Run launches in order, here or on the device; afterwards the arrays hold what the kernels wrote."""
+    if ON_DEVICE:
+        mirrors().run(launches)
+        return
     for launch in launches:
         run(launch, reverse=reverse)
 
 
-def address(array: np.ndarray | None) -> int:
-    """Address of an array for a launcher; 0 for None. The caller keeps the array alive."""
+class Mirrors:
+    """Copies of arrays on the device, from the first `address` of a test until `run` brings them back."""
+
+    def __init__(self) -> None:
+        from strata.gpu.device import CupyDevice
+
+        self.device = CupyDevice()
+        self._areas: dict[int, tuple[np.ndarray, int, object]] = {}
+
+    def address(self, array: np.ndarray) -> int:
+        """Where an array lies on the device: its whole allocation is mirrored, at the same place modulo 256."""
+        root = array
+        while isinstance(root.base, np.ndarray):
+            root = root.base
+        start = root.ctypes.data
+        if start not in self._areas:
+            memory = self.device._cupy.cuda.Memory(root.nbytes + 512)
+            at = int(memory.ptr) + 256 + start % 256
+            self._areas[start] = (root, at, memory)
+            self.device.upload(at, np.ascontiguousarray(root).reshape(-1).view(np.uint8))
+        return self._areas[start][1] + array.ctypes.data - start
+
+    def slot(self, slot: Slot) -> int:
+        """A word on the device that holds the address of the slot's array there."""
+        word = np.array([self.address(slot.array)], np.uint64)
+        slot.device_word = word  # the word must live until the run
+        return self.address(word)
+
+    def run(self, launches: list[Launch]) -> None:
+        self.device.run(launches)
+        self.device.synchronize()
+        for root, at, _ in self._areas.values():
+            back = np.empty(root.nbytes, np.uint8)
+            self.device.download(at, back)
+            if root.flags.writeable and root.nbytes:
+                root.reshape(-1).view(np.uint8)[:] = back
+        self._areas.clear()
+
+
+@cache
+def mirrors() -> Mirrors:
+    return Mirrors()
+
+
+def address(array: np.ndarray | Slot | None) -> int:
+    """Address of an array, or of a slot's word, for a launcher; 0 for None. The caller keeps the array alive."""
     if array is None:
         return 0
+    if isinstance(array, Slot):
+        return mirrors().slot(array) if ON_DEVICE else array.word.ctypes.data
     assert array.flags.c_contiguous
-    return array.ctypes.data
-
-
-def slot(array: np.ndarray) -> np.ndarray:
-    """(1,) uint64 holding the address of a state buffer: what a kernel's slot argument points at."""
-    word = np.array([array.ctypes.data], np.uint64)
-    word.setflags(write=False)
-    return word
+    return mirrors().address(array) if ON_DEVICE else array.ctypes.data
 
 
 class ErrorWord:
@@ -111,7 +161,7 @@ class ErrorWord:
 
     @property
     def address(self) -> int:
-        return self.word.ctypes.data
+        return address(self.word)
 
     @property
     def reported(self) -> tuple[int, int, int] | None:
@@ -122,4 +172,36 @@ class ErrorWord:
         return None if found is None else (found.code, found.layer, found.detail)
 
 
-__all__ = ["ErrorWord", "address", "library", "needs_compiler", "pointer", "run", "run_all", "slot"]
+class ActivationArea:
+    """Room for activations of T rows of K values: `places` for launchers, and what kernels wrote there."""
+
+    def __init__(self, T: int, K: int, group: int):
+        self.T, self.K, self.group = T, K, group
+        n_bytes = Activations.n_bytes(T, K, group)
+        raw = np.full(n_bytes + 768, 0x5A, np.uint8)
+        start = 256 + -(raw.ctypes.data + 256) % 256
+        self._area = raw[start : start + n_bytes]
+
+    @property
+    def places(self) -> Activations:
+        return Activations.at(address(self._area), self.T, self.K, self.group)
+
+    def _part(self, which: str, n: int, dtype: str) -> np.ndarray:
+        zero = Activations.at(0, self.T, self.K, self.group)
+        at = getattr(zero, which)
+        return self._area[at : at + n * np.dtype(dtype).itemsize].view(dtype).reshape(self.T, -1)
+
+    @property
+    def codes(self) -> np.ndarray:
+        return self._part("codes", self.T * self.K, "int8")
+
+    @property
+    def scales(self) -> np.ndarray:
+        return self._part("scales", self.T * self.K // self.group, "float32")
+
+    @property
+    def sums(self) -> np.ndarray:
+        return self._part("sums", self.T * self.K // 16, "int32")
+
+
+__all__ = ["ActivationArea", "ErrorWord", "address", "library", "needs_compiler", "pointer", "run", "run_all"]

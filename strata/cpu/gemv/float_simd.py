@@ -13,7 +13,7 @@ from llvmlite import ir
 
 from strata.base.arithmetic import MAX_LANES
 from strata.cpu.compiled import CFunction
-from strata.cpu.gemv.frame import N_ARGS, PREFETCH_BYTES
+from strata.cpu.gemv.frame import N_ARGS
 from strata.cpu.simd import Simd, Value, emitted, f32, i16, i64, kernel_intrinsic, vector
 
 FORMATS = ("F32", "F16", "BF16")
@@ -168,29 +168,23 @@ class _LongRows:
         self.step_bytes = MAX_LANES * m.value_bytes
 
     def _ask(self, row: Value, r: Value, at: Value, next_block: Value) -> None:
-        """Prefetches of step `at` of a row.
+        """Prefetches of step `at` of a row: the same place in the next block, into the second cache.
 
-        One activation row, rows of one segment: what comes 4 KB later. Else the same place in the next block, into the
-        second cache, in equal parts with every activation row but the first: in longer jumps the processor sees no
-        order that it would follow by itself.
+        Rows of one segment are read in order, which the processor follows best by itself, so only the other activation
+        rows ask, each for its part. Between segments the reading jumps: all of it is asked for.
         """
         s, b = self.m.s, self.m.s.b
-        place = s.at(row, s.times(at, self.step_bytes))
         lines = self.step_bytes // _LINE
         if self.R == 1:
-            with b.if_else(b.icmp_signed("<=", self.full, s.const(i64, _SEGMENT_STEPS))) as (near, far):
-                with near:
-                    for line in range(lines):
-                        s.prefetch(place, PREFETCH_BYTES + _LINE * line)
-                with far:
-                    for line in range(lines):
-                        s.prefetch(s.at(place, next_block), _LINE * line, level=2)
-            return
-        lines = -(-lines // (self.R - 1))
-        with b.if_then(b.icmp_signed(">", r, s.const(i64, 0))):
+            wanted, part = b.icmp_signed(">", self.full, s.const(i64, _SEGMENT_STEPS)), s.const(i64, 0)
+        else:
+            lines = -(-lines // (self.R - 1))
+            wanted = b.icmp_signed(">", r, s.const(i64, 0))
             part = s.times(b.sub(r, s.const(i64, 1)), lines * _LINE)
+        with b.if_then(wanted):
+            place = s.at(s.at(row, s.times(at, self.step_bytes)), b.add(next_block, part))
             for line in range(lines):
-                s.prefetch(s.at(place, b.add(next_block, part)), _LINE * line, level=2)
+                s.prefetch(place, _LINE * line, level=2)
 
     def _segment(self, i: Value, r: Value, segment: Value, kept: Value, next_block: Value) -> None:
         """A segment of matrix row i times activation row r. kept: where the lanes wait."""
@@ -237,7 +231,6 @@ def _short_rows(m: _Matrix, R: int) -> None:
         lanes.clear()
         lanes.take_rest(row, x, s.const(i64, 0), n)
         lanes.take_rest(row, x, n, b.sub(m.K, n))
-        s.prefetch(row, PREFETCH_BYTES)
         m.finish(i, r, lanes.values())
 
 

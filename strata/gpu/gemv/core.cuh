@@ -11,7 +11,7 @@
 //   X, read(columns, t, first, q)       the activations that meet them, first the step's first value
 //   dot(step, x, v, m)                  one fma per lane
 //   MINIMUM                 0, or 1 and -1 for four more lanes in m that are added or subtracted
-//   TABLE, TABLE_AT         words of its grid table and their place among the tables, 0 without
+//   ENTRIES, TABLE, widen(i, table)     entries and words of its grid table, and what writes entry i; 0 without
 #pragma once
 #include "sums.cuh"
 
@@ -130,12 +130,12 @@ DEVICE void add_step(const typename F::Raw (&raw)[R], int e, int q, u32 first, c
 }
 
 // Row blocks at block[r] times T columns; y is the same in the eight threads of a row. DEPTH chunks are on their way
-// while one is computed.
+// while one is computed; with 0, other warps hide the latency.
 template <class F, int R, int T, int DEPTH>
 DEVICE void multiply(const u8 *const (&block)[R], int K, const Columns<T> &x, const u32 *table, float (&y)[R][T]) {
     typedef typename F::Raw Raw;
     const int E = Raw::STEPS, P = Raw::BLOCKS, STEP_VALUES = P * F::VALUES;
-    int lane = threadIdx.x & 31, row = lane >> 3, q = lane & 7;
+    int lane = (int)opaque(threadIdx.x & 31), row = lane >> 3, q = lane & 7;
     int blocks = K / F::VALUES, chunks = blocks / (E * P);
     Lanes<F, R, T> lanes;
 #pragma unroll
@@ -143,25 +143,27 @@ DEVICE void multiply(const u8 *const (&block)[R], int K, const Columns<T> &x, co
 #pragma unroll
         for (int t = 0; t < T; t++) lanes.v[r][t][0] = lanes.v[r][t][1] = lanes.m[r][t] = 0.f;
 
-    Raw ring[DEPTH][R];
+    const int SLOTS = DEPTH > 0 ? DEPTH : 1;
+    Raw ring[SLOTS][R];
 #pragma unroll
     for (int i = 0; i < DEPTH; i++)
         if (i < chunks)
 #pragma unroll
             for (int r = 0; r < R; r++) ring[i][r].load(block[r] + i * Raw::CHUNK, row, q);
 #pragma unroll 1
-    for (int start = 0; start < chunks; start += DEPTH) {
+    for (int start = 0; start < chunks; start += SLOTS) {
 #pragma unroll
-        for (int i = 0; i < DEPTH; i++) {
+        for (int i = 0; i < SLOTS; i++) {
             int c = start + i;
             if (c >= chunks) break;
             u32 ahead = opaque((c + DEPTH) * Raw::CHUNK);
             Raw now[R];
 #pragma unroll
-            for (int r = 0; r < R; r++) now[r] = ring[i][r];
-            if (c + DEPTH < chunks)
+            for (int r = 0; r < R; r++)
+                if (DEPTH > 0) now[r] = ring[i][r];
+            if (DEPTH == 0 || c + DEPTH < chunks)
 #pragma unroll
-                for (int r = 0; r < R; r++) ring[i][r].load(block[r] + ahead, row, q);
+                for (int r = 0; r < R; r++) (DEPTH > 0 ? ring[i] : now)[r].load(block[r] + ahead, row, q);
 #pragma unroll
             for (int e = 0; e < E; e++) add_step<F, R, T>(now, e, q, (c * E + e) * STEP_VALUES, x, table, lanes);
         }
@@ -212,10 +214,9 @@ DEVICE size_t row_block_bytes(int K) {
 
 // All threads of a block bring the format's table into shared memory; ends with a barrier.
 template <class F>
-DEVICE void stage(u32 *shared, const u32 *tables) {
-    if constexpr (F::TABLE > 0) {
-        for (int i = threadIdx.x; i < F::TABLE / 4; i += blockDim.x)
-            ((uint4 *)shared)[i] = __ldg((const uint4 *)(tables + F::TABLE_AT) + i);
+DEVICE void stage(u32 *table) {
+    if constexpr (F::ENTRIES > 0) {
+        for (int i = threadIdx.x; i < F::ENTRIES; i += blockDim.x) F::widen(i, table);
         __syncthreads();
     }
 }

@@ -1,7 +1,25 @@
 // Grid formats: super-blocks of 256 values, indices into a table of four or eight values and sign bits. Thread q takes
-// the 32 values of sub-block q; its tables lie in shared memory (tables.py).
+// the 32 values of sub-block q; its table lies in shared memory.
 #pragma once
+#include "gemv/grid_data.cuh"
 #include "gemv/runs.cuh"
+
+// Entry i of a table from its packed form: byte j is byte f of `levels`, f field j of BITS bits.
+template <int BITS>
+DEVICE u32 four_of(u32 fields, u64 levels) {
+    u32 word = 0;
+#pragma unroll
+    for (int j = 0; j < 4; j++) word |= (u32)(levels >> 8 * (fields >> BITS * j & ((1 << BITS) - 1)) & 255) << 8 * j;
+    return word;
+}
+DEVICE void widen8(u32 *table, int i, u32 fields, u64 levels) {
+    table[2 * i] = four_of<2>(fields, levels);
+    table[2 * i + 1] = four_of<2>(fields >> 8, levels);
+}
+#define IQ2_LEVELS 0x2b1908ull
+#define IQ3_XXS_LEVELS 0x3e342c241c140c04ull
+#define IQ3_S_LEVELS 0x0f0d0b0907050301ull
+#define IQ1_LEVELS 0x100800ull  // 8 grid + 8
 
 // Bytes, none of them 0, negated where a bit of the four is set.
 DEVICE u32 negate(u32 bytes, u32 bits) {
@@ -35,8 +53,9 @@ DEVICE void put_one(Step &s, int k, const u32 *table, u32 index, u32 minus) {
 DEVICE float half_steps(u32 s, float unit) { return mul32(add32(i32_f32((int)s), 0.5f), unit); }
 DEVICE float odd_steps(u32 s, float unit) { return mul32(i32_f32((int)(2 * s + 1)), unit); }
 
-struct IQ2_XXS : Runs<256, 256, 512, 0> {
+struct IQ2_XXS : Runs<256, 256, 256, 512> {
     typedef Layout<2, 1, 8, 8, 1, 2> Raw;
+    DEVICE static void widen(int i, u32 *table) { widen8(table, i, IQ2_XXS_GRID[i], IQ2_LEVELS); }
     DEVICE static Step unpack(const Raw &raw, int e, int, const u32 *table) {
         Step s;
         u32 aux = raw.a[2 * e + 1];
@@ -47,8 +66,9 @@ struct IQ2_XXS : Runs<256, 256, 512, 0> {
     }
 };
 
-struct IQ2_XS : Runs<256, 256, 1024, 512> {
+struct IQ2_XS : Runs<256, 256, 512, 1024> {
     typedef Layout<2, 1, 8, 8, 8, 1, 1, 2> Raw;
+    DEVICE static void widen(int i, u32 *table) { widen8(table, i, IQ2_XS_GRID[i], IQ2_LEVELS); }
     DEVICE static Step unpack(const Raw &raw, int e, int, const u32 *table) {
         Step s;
 #pragma unroll
@@ -64,8 +84,9 @@ struct IQ2_XS : Runs<256, 256, 1024, 512> {
 };
 
 // Four indices and four sign bytes; then the high bits of the indices and two scales.
-struct IQ2_S : Runs<256, 256, 2048, 1536> {
+struct IQ2_S : Runs<256, 256, 1024, 2048> {
     typedef Layout<2, 1, 8, 8, 8, 2, 1, 2> Raw;
+    DEVICE static void widen(int i, u32 *table) { widen8(table, i, IQ2_S_GRID[i], IQ2_LEVELS); }
     DEVICE static Step unpack(const Raw &raw, int e, int, const u32 *table) {
         Step s;
         u32 both = raw.b[0] >> 16 * e;
@@ -81,8 +102,9 @@ struct IQ2_S : Runs<256, 256, 2048, 1536> {
     }
 };
 
-struct IQ3_XXS : Runs<256, 256, 256, 3584> {
+struct IQ3_XXS : Runs<256, 256, 256, 256> {
     typedef Layout<2, 1, 8, 8, 8, 4, 1, 2> Raw;
+    DEVICE static void widen(int i, u32 *table) { table[i] = four_of<3>(IQ3_XXS_GRID[i], IQ3_XXS_LEVELS); }
     DEVICE static Step unpack(const Raw &raw, int e, int, const u32 *table) {
         Step s;
         u32 aux = raw.b[e];
@@ -97,8 +119,9 @@ struct IQ3_XXS : Runs<256, 256, 256, 3584> {
 };
 
 // Eight indices; four sign bytes; their ninth bits; the eight scales of 4 bits of the super-block.
-struct IQ3_S : Runs<256, 256, 512, 3840> {
+struct IQ3_S : Runs<256, 256, 512, 512> {
     typedef Layout<2, 1, 8, 8, 8, 4, 8, 1, 1, 4, 1, 2> Raw;
+    DEVICE static void widen(int i, u32 *table) { table[i] = four_of<3>(IQ3_S_GRID[i], IQ3_S_LEVELS); }
     DEVICE static Step unpack(const Raw &raw, int e, int q, const u32 *table) {
         Step s;
         u32 ninth = raw.c[0] >> 8 * e;
@@ -114,8 +137,9 @@ struct IQ3_S : Runs<256, 256, 512, 3840> {
 };
 
 // Four indices; 16 bits with their high bits, a scale and the sign of the offset.
-struct IQ1_S : Runs<256, 256, 4096, 4352> {
+struct IQ1_S : Runs<256, 256, 2048, 4096> {
     typedef Layout<2, 1, 8, 4, 8, 2, 1, 2> Raw;
+    DEVICE static void widen(int i, u32 *table) { widen8(table, i, IQ1_S_GRID[i], IQ1_LEVELS); }
     DEVICE static Step unpack(const Raw &raw, int e, int, const u32 *table) {
         Step s;
         u32 h = raw.b[0] >> 16 * e & 0xffff;
@@ -128,8 +152,9 @@ struct IQ1_S : Runs<256, 256, 4096, 4352> {
 };
 
 // Four indices; a nibble for each with its high bits and the sign of its offset; the 16 scales and d in eight bytes.
-struct IQ1_M : Runs<256, 256, 4096, 4352> {
+struct IQ1_M : Runs<256, 256, 2048, 4096> {
     typedef Layout<2, 1, 8, 4, 8, 2, 1, 8> Raw;
+    DEVICE static void widen(int i, u32 *table) { widen8(table, i, IQ1_S_GRID[i], IQ1_LEVELS); }
     DEVICE static Step unpack(const Raw &raw, int e, int q, const u32 *table) {
         Step s;
         u32 h = raw.b[0] >> 16 * e & 0xffff;

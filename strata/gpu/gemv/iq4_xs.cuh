@@ -3,7 +3,7 @@
 #include "gemv/small.cuh"
 
 struct IQ4_XS {
-    enum { VALUES = 256, MINIMUM = 0, TABLE = 0, TABLE_AT = 0 };
+    enum { VALUES = 256, MINIMUM = 0, ENTRIES = 0, TABLE = 0 };
     typedef Layout<1, 1, 8, 16, 1, 8> Raw;
     // low[s], high[s] of lanes 2q, 2q + 1 in sub-block q / 2 + 4s.
     struct Step {

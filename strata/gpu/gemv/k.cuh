@@ -6,11 +6,12 @@
 // OFFSETS: where group i begins. DIRECT: sums below 2^22, which `whole` converts.
 template <class Offsets, bool DIRECT, int MINIMUM_>
 struct Scaled {
-    enum { VALUES = 256, MINIMUM = MINIMUM_, TABLE = 0, TABLE_AT = 0 };
+    enum { VALUES = 256, MINIMUM = MINIMUM_, ENTRIES = 0, TABLE = 0 };
     // w[2i + j]: group i of lane 2q + j. Minima meet sums of 16 codes one by one, or in pairs.
     struct Step {
         u32 w[8];
-        int sub[4], min[4];
+        int sub[4];
+        u32 min[Offsets::WORDS];
         float d, m;
     };
     struct X {
@@ -41,7 +42,7 @@ struct Scaled {
         v[1] = fma32(value(second), c, v[1]);
         if constexpr (MINIMUM != 0) {
 #pragma unroll
-            for (int i = 0; i < Offsets::MINIMA; i++) least += s.min[i] * x.sum[i];
+            for (int i = 0; i < Offsets::MINIMA; i++) least += Offsets::minimum(s.min, i) * x.sum[i];
             m = fma32(whole(WHOLE + least), mul32(s.m, x.d), m);
         }
     }
@@ -49,7 +50,8 @@ struct Scaled {
 
 // Lane 8h + g: values 32s + 4g of the sub-blocks s = 2h, 2h + 1, 2h + 4, 2h + 5.
 struct Pairs {
-    enum { MINIMA = 2 };
+    enum { MINIMA = 2, WORDS = 2 };
+    DEVICE static int minimum(const u32 *words, int i) { return (int)words[i]; }
     DEVICE static int of(int i, int q) { return 64 * (q >> 2) + 8 * (q & 3) + 32 * (i & 1) + 128 * (i >> 1); }
     DEVICE static void sums(const int *p, int q, int (&sum)[4]) {
         int4 s = __ldg((const int4 *)p + (q >> 1));
@@ -59,7 +61,8 @@ struct Pairs {
 
 // Lane 8h + g: values 128h + 32i + 4g.
 struct Quarters {
-    enum { MINIMA = 4 };
+    enum { MINIMA = 4, WORDS = 1 };
+    DEVICE static int minimum(const u32 *words, int i) { return words[0] >> 4 * i & 15; }
     DEVICE static int of(int i, int q) { return 128 * (q >> 2) + 8 * (q & 3) + 32 * i; }
     DEVICE static void sums(const int *p, int q, int (&sum)[4]) {
         int2 low = __ldg((const int2 *)p + (q >> 1)), high = __ldg((const int2 *)p + 4 + (q >> 1));
@@ -72,7 +75,7 @@ struct QuartersOnly : Quarters {
 
 // Lane l: values 64i + 4l.
 struct Strides {
-    enum { MINIMA = 0 };
+    enum { MINIMA = 0, WORDS = 1 };
     DEVICE static int of(int i, int q) { return 64 * i + 8 * q; }
     DEVICE static void sums(const int *, int, int (&)[4]) {}
 };
@@ -134,8 +137,8 @@ struct Q2_K : Scaled<Quarters, true, -1> {
 #pragma unroll
             for (int j = 0; j < 2; j++) s.w[2 * i + j] = raw.a[2 * e + j] >> 2 * i & 0x03030303u;
             s.sub[i] = raw.b[e] >> 4 * i & 15;
-            s.min[i] = raw.b[e] >> (16 + 4 * i) & 15;
         }
+        s.min[0] = raw.b[e] >> 16;
         s.d = half_of(raw.c, 2 * e);
         s.m = half_of(raw.c, 2 * e + 1);
         return s;

@@ -1,5 +1,5 @@
-// The two kernels that every format is compiled for: a product, and gate and up of an expert with all that follows until
-// the down product. M, 1 or 4, is the most columns at once; both take the matrices of a dense layer or those of experts.
+// The kernel that every format is compiled for: a product with a dense matrix or with those of experts, or gate and up of
+// an expert with all that follows until the down product. M, 1 or 4, is the most columns at once.
 #pragma once
 #include "gemv/core.cuh"
 #include "quantise.cuh"
@@ -7,9 +7,9 @@
 // The columns that a block works for: lane l of a warp knows entry `mine`, if bit l of `have` is set.
 //
 // An entry is what a row of a window wants from a matrix. Dense (ids null): column l. Experts: entry row * choices + j wants
-// expert ids[entry]; `decisions` (null: all taken) and the bits of `take` say which entries count. The block of an entry
-// serves all entries of its expert, if that entry is the first of them; otherwise it has nothing to do. A row names an
-// expert once at most.
+// expert ids[entry]; `decisions` (null: all taken) and the bits of `take` say which entries count. The blocks of an entry
+// serve all entries of its expert, if that entry is the first of them; otherwise they have nothing to do. A row names an
+// expert once at most. More than M columns are shared out to neighbouring blocks, so that L2 serves the second reading.
 struct Group {
     u32 have;
     int mine, expert;
@@ -20,12 +20,12 @@ struct Group {
         u32 all = columns < 32 ? (1u << columns) - 1 : ALL_LANES;
         return {all & ((1u << M) - 1) << from, lane, 0};
     }
-    DEVICE static bool taken(const int *decisions, u32 take, int entry) {
+    DEVICE static bool taken(const u8 *decisions, u32 take, int entry) {
         return !decisions || take >> (decisions[entry] & 31) & 1;
     }
     template <int M>
-    DEVICE static Group of_expert(const int *ids, const int *decisions, u32 take, int rows, int choices) {
-        int entry = blockIdx.x, lane = threadIdx.x & 31;
+    DEVICE static Group of_expert(const int *ids, const u8 *decisions, u32 take, int rows, int choices) {
+        int batches = (rows + M - 1) / M, entry = blockIdx.x / batches, lane = threadIdx.x & 31;
         Group g = {0, -1, ids[entry]};
         if (!taken(decisions, take, entry)) return g;
         if (M == 1 && rows == 1) {
@@ -38,6 +38,7 @@ struct Group {
                 if (ids[j] == g.expert && taken(decisions, take, j)) g.mine = j;
         g.have = __ballot_sync(ALL_LANES, g.mine >= 0);
         if (__ffs((int)g.have) - 1 != entry / choices) g.have = 0;
+        for (int skip = blockIdx.x % batches * M; skip && g.have; skip--) g.have &= g.have - 1;
         return g;
     }
     // Takes the next T entries off; missing ones repeat the last. Returns how many there were.
@@ -72,20 +73,66 @@ DEVICE Columns<T> columns_of(const Quantised &x, const int (&entry)[T], int shar
     return c;
 }
 
-// Chunks under way: more with few columns, where little else hides the latency of memory.
-#define DEPTH_FOR(T) ((T) == 1 ? 3 : 1)
+// Chunks under way: more with one column, where little else hides the latency of memory, none where four columns of a
+// format with much to unpack keep the warps busy. What 128 registers hold on every architecture.
+template <class F, int T>
+struct Depth {
+    static const int BYTES = sizeof(typename F::Raw);
+    static const int VALUE = T == 1 ? (BYTES > 40 ? 1 : BYTES > 24 ? 2 : 3) : T == 2 ? (BYTES > 28 ? 0 : 1) : BYTES > 24 ? 0 : 1;
+};
+
+// Gate and up with what follows them: quantised rows of the down product in groups of 32, one row for each entry.
+// codes null: a plain product. factors (3, experts) on the outputs of gate, up and down, or null.
+struct Hidden {
+    const u8 *up;
+    i8 *codes;
+    float *scales;
+    int *sums;
+    const float *factors;
+    int experts;
+    u64 *error, where;
+};
+
+// Column t of the block's 32 rows of gate (out[0]) and up (out[1]): SwiGLU, then warp t quantises column t.
+template <int T>
+DEVICE void finish_hidden(const float (&out)[2][T], const int (&entry)[T], int n, int expert, int width, const Hidden &h,
+                          float (*columns)[32]) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+#pragma unroll
+    for (int t = 0; t < T; t++) {
+        float a = out[0][t], b = out[1][t];
+        if (h.factors) {
+            a = mul32(a, h.factors[expert]);
+            b = mul32(b, h.factors[h.experts + expert]);
+        }
+        if ((lane & 7) == t) columns[t][4 * warp + (lane >> 3)] = swiglu32(a, b);
+    }
+    __syncthreads();
+    int mine = entry[0];
+#pragma unroll
+    for (int t = 1; t < T; t++) mine = warp == t ? entry[t] : mine;
+    if (warp >= n) return;
+    float value[1] = {columns[warp][lane]};
+    size_t group = (size_t)mine * (width / 32) + blockIdx.y;
+    if (!quantise_group<1>(value, h.codes + 32 * group, h.scales + group, h.sums + 2 * group) && lane == 0)
+        report(h.error, h.where, NOT_FINITE, expert);
+}
 
 template <class F, int T>
-DEVICE void multiply_rows(const u8 *weights, Group &g, const Quantised &x, int share, const u32 *table, float *y,
-                          i64 y_stride, int rows, int K) {
-    int lane = threadIdx.x & 31, q = lane & 7;
-    int first = (blockIdx.y * (blockDim.x >> 5) + (threadIdx.x >> 5)) * 2, last = (rows - 1) >> 2;
+DEVICE void rows_of_block(const u8 *weights, Group &g, const Quantised &x, int share, const u32 *table, float *y,
+                          i64 y_stride, int rows, int K, const Hidden &h, float (*columns)[32]) {
+    int lane = threadIdx.x & 31, q = lane & 7, warp = blockIdx.y * (blockDim.x >> 5) + (threadIdx.x >> 5);
+    int first = h.codes ? warp : 2 * warp, last = (rows - 1) >> 2;
     int entry[T];
     int n = g.next<T>(entry);
     size_t bytes = row_block_bytes<F>(K);
-    const u8 *block[2] = {weights + first * bytes, weights + (first < last ? first + 1 : last) * bytes};
+    const u8 *block[2] = {weights + first * bytes, h.codes ? h.up + first * bytes : weights + min(first + 1, last) * bytes};
     float out[2][T];
-    multiply<F, 2, T, DEPTH_FOR(T)>(block, K, columns_of(x, entry, share, K), table, out);
+    multiply<F, 2, T, Depth<F, T>::VALUE>(block, K, columns_of(x, entry, share, K), table, out);
+    if (h.codes) {
+        finish_hidden<T>(out, entry, n, g.expert, rows, h, columns);
+        return;
+    }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         int row = 4 * (first + r) + (lane >> 3);
@@ -95,109 +142,38 @@ DEVICE void multiply_rows(const u8 *weights, Group &g, const Quantised &x, int s
     }
 }
 
-// y[entry][row] = matrix times x. A warp takes eight rows. Dense: grid (column groups, row tiles), the matrix at
-// `weights`. Experts: grid (entries, row tiles), matrices at addresses[3 expert + part]; x has a row for `share` entries.
+// y[entry][row] = matrix times x; a warp takes eight rows. Or, with h_codes, gate (the matrix) and up, SwiGLU and the
+// quantiser; a block of 256 threads takes 32 rows.
+//
+// Dense: grid (column groups, row tiles). Experts: grid (entries * column groups, row tiles); the matrices of expert e lie
+// at addresses[3 e + part] (up one further), or `stride` bytes apart. x has a row for `share` entries.
 template <class F, int M>
 __global__ void __launch_bounds__(256, 2)
-product(const u8 *weights, const u64 *addresses, int part, const int *ids, const int *decisions, int take, int columns,
-        int choices, int share, const i8 *codes, const float *scales, const int *sums, float *y, i64 y_stride, int rows,
-        int K, const u32 *tables) {
+product(const u8 *weights, const u8 *up, const u64 *addresses, int part, i64 stride, const int *ids, const u8 *decisions,
+        int take, int columns, int choices, int share, const i8 *codes, const float *scales, const int *sums, float *y,
+        i64 y_stride, int rows, int K, i8 *h_codes, float *h_scales, int *h_sums, const float *factors, int experts,
+        u64 *error, u64 where) {
     __shared__ uint4 space[F::TABLE / 4 + !F::TABLE];
+    __shared__ float hidden[M][32];
     u32 *table = (u32 *)space;
     Group g = ids ? Group::of_expert<M>(ids, decisions, take, columns, choices) : Group::dense<M>(columns);
     if (!g.have) return;
-    const u8 *matrix = ids ? (const u8 *)addresses[3 * g.expert + part] : weights;
-    stage<F>(table, tables);
-    if ((blockIdx.y * (blockDim.x >> 5) + (threadIdx.x >> 5)) * 8 >= rows) return;
-    Quantised x = {codes, scales, sums};
-    if constexpr (M == 1) {
-        multiply_rows<F, 1>(matrix, g, x, share, table, y, y_stride, rows, K);
+    if (addresses) {
+        weights = (const u8 *)addresses[3 * g.expert + part];
+        if (h_codes) up = (const u8 *)addresses[3 * g.expert + part + 1];
     } else {
-        while (g.have) {
-            int n = __popc(g.have);
-            if (n == 1)
-                multiply_rows<F, 1>(matrix, g, x, share, table, y, y_stride, rows, K);
-            else if (n == 2)
-                multiply_rows<F, 2>(matrix, g, x, share, table, y, y_stride, rows, K);
-            else
-                multiply_rows<F, M>(matrix, g, x, share, table, y, y_stride, rows, K);
-        }
+        weights += g.expert * stride;
+        up += g.expert * stride;
     }
-}
-
-// What gate_up writes: quantised rows of the down product, one for each entry, in groups of 32.
-struct Hidden {
-    i8 *codes;
-    float *scales;
-    int *sums;
-    const float *factors;
-    int experts, width;
-    u64 *error, where;
-};
-
-// Rows of gate and up side by side in a thread: they share the activations, and meet in SwiGLU. The 32 rows of a block
-// are one group of the quantised row.
-template <class F, int T>
-DEVICE void gate_up_rows(const u8 *gate, const u8 *up, Group &g, const Quantised &x, int share, const u32 *table, int K,
-                         const Hidden &h, float (*rows)[32]) {
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    int entry[T];
-    int n = g.next<T>(entry);
-    size_t at = (blockIdx.y * 8 + warp) * row_block_bytes<F>(K);
-    const u8 *block[2] = {gate + at, up + at};
-    float out[2][T];
-    multiply<F, 2, T, DEPTH_FOR(T)>(block, K, columns_of(x, entry, share, K), table, out);
-#pragma unroll
-    for (int t = 0; t < T; t++) {
-        float a = out[0][t], b = out[1][t];
-        if (h.factors) {
-            a = mul32(a, h.factors[g.expert]);
-            b = mul32(b, h.factors[h.experts + g.expert]);
-        }
-        if ((lane & 7) == t) rows[t][4 * warp + (lane >> 3)] = swiglu32(a, b);
-    }
-    __syncthreads();
-    int mine = entry[0];
-#pragma unroll
-    for (int t = 1; t < T; t++) mine = warp == t ? entry[t] : mine;
-    if (warp < n) {
-        float value[1] = {rows[warp][lane]};
-        size_t group = (size_t)mine * (h.width / 32) + blockIdx.y;
-        if (!quantise_group<1>(value, h.codes + 32 * group, h.scales + group, h.sums + 2 * group) && lane == 0)
-            report(h.error, h.where, NOT_FINITE, g.expert);
-    }
-    __syncthreads();
-}
-
-// Grid (column groups or entries, width / 32), 256 threads. factors: (3, experts) on the outputs of gate, up and down.
-template <class F, int M>
-__global__ void __launch_bounds__(256, 2)
-gate_up(const u8 *gate, const u8 *up, const u64 *addresses, const int *ids, const int *decisions, int take, int columns,
-        int choices, int share, const i8 *codes, const float *scales, const int *sums, i8 *h_codes, float *h_scales,
-        int *h_sums, const float *factors, int experts, int width, int K, const u32 *tables, u64 *error, u64 where) {
-    __shared__ uint4 space[F::TABLE / 4 + !F::TABLE];
-    __shared__ float rows[M][32];
-    u32 *table = (u32 *)space;
-    Group g = ids ? Group::of_expert<M>(ids, decisions, take, columns, choices) : Group::dense<M>(columns);
-    if (!g.have) return;
-    if (ids) {
-        gate = (const u8 *)addresses[3 * g.expert];
-        up = (const u8 *)addresses[3 * g.expert + 1];
-    }
-    stage<F>(table, tables);
+    stage<F>(table);
+    if (!h_codes && (blockIdx.y * (blockDim.x >> 5) + (threadIdx.x >> 5)) * 8 >= rows) return;
     Quantised x = {codes, scales, sums};
-    Hidden h = {h_codes, h_scales, h_sums, factors, experts, width, error, where};
-    if constexpr (M == 1) {
-        gate_up_rows<F, 1>(gate, up, g, x, share, table, K, h, rows);
-    } else {
-        while (g.have) {
-            int n = __popc(g.have);
-            if (n == 1)
-                gate_up_rows<F, 1>(gate, up, g, x, share, table, K, h, rows);
-            else if (n == 2)
-                gate_up_rows<F, 2>(gate, up, g, x, share, table, K, h, rows);
-            else
-                gate_up_rows<F, M>(gate, up, g, x, share, table, K, h, rows);
-        }
-    }
+    Hidden h = {up, h_codes, h_scales, h_sums, factors, experts, error, where};
+    int n = __popc(g.have);
+    if (M == 1 || n == 1)
+        rows_of_block<F, 1>(weights, g, x, share, table, y, y_stride, rows, K, h, hidden);
+    else if (n == 2)
+        rows_of_block<F, M == 1 ? 1 : 2>(weights, g, x, share, table, y, y_stride, rows, K, h, hidden);
+    else
+        rows_of_block<F, M>(weights, g, x, share, table, y, y_stride, rows, K, h, hidden);
 }

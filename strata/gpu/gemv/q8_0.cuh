@@ -3,7 +3,7 @@
 #include "gemv/core.cuh"
 
 struct Q8_0 {
-    enum { VALUES = 32, MINIMUM = 0, TABLE = 0, TABLE_AT = 0 };
+    enum { VALUES = 32, MINIMUM = 0, ENTRIES = 0, TABLE = 0 };
     typedef Layout<2, 2, 8, 8, 2, 2> Raw;
     struct Step {
         u32 w[2];

@@ -2,9 +2,9 @@
 #pragma once
 #include "gemv/core.cuh"
 
-template <int VALUES_, int GROUP, int TABLE_, int TABLE_AT_>
+template <int VALUES_, int GROUP, int ENTRIES_, int TABLE_>
 struct Runs {
-    enum { VALUES = VALUES_, MINIMUM = 0, TABLE = TABLE_, TABLE_AT = TABLE_AT_ };
+    enum { VALUES = VALUES_, MINIMUM = 0, ENTRIES = ENTRIES_, TABLE = TABLE_ };
     // w[0..3] of lane 2q, w[4..7] of lane 2q + 1.
     struct Step {
         u32 w[8];

@@ -6,7 +6,7 @@
 // 8 (q mod 2) .. + 7 of block q / 2. SUM: what turns an integer sum, started at START, into a float.
 template <int MINIMUM_>
 struct Halves {
-    enum { VALUES = 32, MINIMUM = MINIMUM_, TABLE = 0, TABLE_AT = 0 };
+    enum { VALUES = 32, MINIMUM = MINIMUM_, ENTRIES = 0, TABLE = 0 };
     struct Step {
         u32 low[2], high[2];
         float d, m;

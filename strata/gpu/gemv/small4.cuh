@@ -59,7 +59,7 @@ struct MXFP4 : HalvesFrom<WHOLE, 0> {
 
 // Two blocks of 64 values a step; thread q takes sub-block q mod 4, values 0..7 and 8..15 of it, and its scale.
 struct NVFP4 {
-    enum { VALUES = 64, MINIMUM = 0, TABLE = 0, TABLE_AT = 0 };
+    enum { VALUES = 64, MINIMUM = 0, ENTRIES = 0, TABLE = 0 };
     typedef Layout<2, 2, 8, 8, 8, 1> Raw;
     struct Step {
         u32 low[2], high[2];

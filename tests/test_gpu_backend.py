@@ -1,0 +1,219 @@
+"""The GPU backend as a whole: the bits of the CPU backend on the bundled model.
+
+Kernels run on the CPU through the shim, or on a GPU with STRATA_TEST_DEVICE=cuda.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from strata.arch.flash_next.geometry import read_geometry
+from strata.arch.flash_next.programs import build_programs
+from strata.base.errors import BadArgument, NotFinite
+from strata.base.window import HeadRequest
+from strata.cpu.backend import CpuBackend
+from strata.gpu.backend import GpuBackend, measure
+from strata.pack.experts import expert_layout
+from strata.pack.gguf_file import GgufFile
+from strata.pack.mtp_files import read_draft
+from strata.pack.tensors import Tensors
+from tests.canonical.call import assert_same
+from tests.gpu.host_device import HostDevice
+from tests.gpu.run_on_cpu import ON_DEVICE, needs_compiler
+
+pytestmark = needs_compiler
+CELLS = 512
+TOKENS = np.random.default_rng(0).integers(0, 4000, 300).astype(np.int32)
+
+
+def new_device():
+    if ON_DEVICE:
+        from strata.gpu.device import CupyDevice
+
+        return CupyDevice()
+    return HostDevice()
+
+
+@dataclass
+class Pair:
+    """Both backends on the same programs, and one session on each."""
+
+    cpu: CpuBackend
+    gpu: GpuBackend
+
+    def fresh(self) -> Pair:
+        self.cs, self.gs = self.cpu.new_state(), self.gpu.new_state()
+        return self
+
+    def previous(self) -> tuple[int, int]:
+        n = self.cs.rows
+        return (int(TOKENS[n - 1]) if n > 0 else -1, int(TOKENS[n - 2]) if n > 1 else -1)
+
+    def window(self, T: int) -> np.ndarray:
+        """The next T tokens on both; their streams are compared."""
+        tokens = TOKENS[self.cs.rows :][:T]
+        for backend, state in ((self.cpu, self.cs), (self.gpu, self.gs)):
+            backend.window(state, tokens, self.previous())
+        assert_same(self.gpu.streams[:T], np.array(self.cpu.streams[:T]), f"streams of {T} rows at {self.cs.rows}")
+        return tokens
+
+    def commit(self, n_keep: int) -> None:
+        for backend, state in ((self.cpu, self.cs), (self.gpu, self.gs)):
+            backend.commit(state, n_keep)
+        assert self.cs.rows == self.gs.rows
+
+    def head(self, first: int, T: int, request: HeadRequest) -> None:
+        found, wanted = self.gpu.head(first, T, request), self.cpu.head(first, T, request)
+        for name in ("argmax", "logsumexp", "top_ids", "top_logits", "mod_ids", "mod_logits", "mod_logsumexp", "full"):
+            a, b = getattr(found, name), getattr(wanted, name)
+            assert (a is None) == (b is None), name
+            if a is not None:
+                assert_same(np.array(a), np.array(b), name)
+
+
+def make_pair(tiny_path, mtp_path, kv: str) -> Pair:
+    gguf = GgufFile(tiny_path)
+    g = read_geometry(gguf)
+    layer = read_draft(mtp_path, gguf, g)
+    programs = build_programs(g, CELLS, kv, layer.head_rows)
+    tensors, experts = Tensors(gguf, layer.tensors), expert_layout(gguf, g.L)
+    cpu = CpuBackend(tensors, g, experts, programs, threads=1)
+    return Pair(cpu, GpuBackend(tensors, g, experts, programs, new_device())).fresh()
+
+
+@pytest.fixture(scope="module", params=["f16", "int8"])
+def pair(request, tiny_path, mtp_path):
+    made = make_pair(tiny_path, mtp_path, request.param)
+    yield made
+    made.cpu.close()
+    made.gpu.close()
+
+
+REQUEST = HeadRequest(greedy=False, summary=True, full=True, repetition=1.1, frequency=0.1, bias={7: 1.5, 9: -np.inf})
+
+
+def test_windows_heads_and_commits(pair):
+    pair.fresh()
+    for T, n_keep in (
+        ((1, 1), (3, 2), (2, 0), (4, 4)) if not ON_DEVICE else [(t, max(0, t - 1)) for t in range(1, 9)] * 3
+    ):
+        tokens = pair.window(T)
+        pair.head(0, T, HeadRequest(**REQUEST.__dict__ | {"history": TOKENS[: pair.cs.rows], "rows": tokens}))
+        pair.commit(n_keep)
+        assert pair.gs.digest() == pair.cs.digest(), "state after a commit"
+    pair.head(0, 1, HeadRequest())
+    pair.head(0, 1, HeadRequest(greedy=False))
+
+
+def test_every_op_by_itself(pair):
+    pair.fresh()
+    pair.window(2)
+    pair.commit(2)
+    tokens, buffers = TOKENS[2:4], {}
+
+    def keep(op):
+        names = [n for n in op.buffers.values() if n in pair.cpu.memory.arrays]
+        buffers[len(buffers)] = [(n, pair.cpu.memory.arrays[n].copy()) for n in names]
+
+    pair.cpu.window(pair.cs, tokens, pair.previous(), after_op=keep)
+    steps = iter(range(len(buffers)))
+
+    def compare(op):
+        for name, wanted in buffers[next(steps)]:
+            if name not in ("ngram.ticket", "hc.inject"):
+                found, rows = pair.gpu.read(name), 2 if wanted.shape[0] > 2 else wanted.shape[0]
+                assert_same(found[:rows], wanted[:rows], f"{name} after {op.kind} of layer {op.layer}")
+
+    pair.gpu.window(pair.gs, tokens, pair.previous(), after_op=compare)
+    assert next(steps, None) is None
+
+
+def test_a_session_moves_between_backends(pair):
+    pair.fresh()
+    pair.window(3)
+    pair.commit(3)
+    moved = pair.gs.export()
+    assert moved.digest() == pair.cs.digest()
+    back = pair.gpu.new_state()
+    back.import_(moved)
+    pair.gs = back
+    pair.window(1)
+    assert pair.gs.digest() == moved.digest(), "a window leaves the state"
+    pair.commit(1)
+    for state in (pair.gs, pair.cs):  # back to a checkpoint
+        state.recurrent[:] = moved.recurrent
+        state.rows = 3
+    pair.window(2)
+    other = build_programs(pair.gpu.geometry, 256, "f16")
+    with pytest.raises(BadArgument):
+        type(pair.gs)(pair.gpu.device, other.states).import_(moved)
+
+
+def test_an_error_names_op_and_layer_and_leaves_the_state(pair):
+    pair.fresh()
+    pair.window(2)
+    pair.commit(2)
+    host = pair.gs.export()
+    host.arrays["gdn.4.state"][0, 1, 2] = np.nan
+    pair.gs.recurrent[:] = host.recurrent
+    pair.cs.recurrent[:] = host.recurrent
+    messages = []
+    for backend, state in ((pair.cpu, pair.cs), (pair.gpu, pair.gs)):
+        with pytest.raises(NotFinite) as raised:
+            backend.window(state, TOKENS[2:4], pair.previous())
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1] and "gdn_heads, layer 4" in messages[0]
+    assert pair.gs.digest() == host.digest()
+    pair.gs.clear()
+    pair.cs.clear()
+    pair.window(1)
+
+
+def test_draft_layer(pair):
+    pair.fresh()
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((5, pair.cpu.geometry.CD)).astype(np.float32)
+    results = []
+    for backend, state in ((pair.cpu, pair.cs), (pair.gpu, pair.gs)):
+        backend.draft_append(state, x[:3], TOKENS[:3], 0)
+        backend.draft_append(state, x[3:4], TOKENS[3:4], 3)
+        first = [a.copy() for a in backend.draft_step(state, x[4], int(TOKENS[4]), 4, 0)]
+        second = [a.copy() for a in backend.draft_step(state, first[1], 17, 5, 2)]
+        results.append([*first, *second])
+    for cpu, gpu in zip(*results, strict=True):
+        assert_same(gpu, cpu)
+
+
+def test_memory_is_what_was_planned(pair, tiny_path, mtp_path):
+    gpu = pair.gpu
+    lines = gpu.allocations([pair.gs])
+    assert all(a.device == "vram" and a.n_bytes > 0 for a in lines)
+    gguf = GgufFile(tiny_path)
+    layer = read_draft(mtp_path, gguf, gpu.geometry)
+    memory, weights = measure(
+        gpu.programs, gpu.geometry, Tensors(gguf, layer.tensors), expert_layout(gguf, gpu.geometry.L)
+    )
+    assert memory.n_bytes == gpu.memory.n_bytes and weights.n_bytes == gpu.weights.n_bytes
+
+
+def test_nodes_of_a_window(pair):
+    counts = pair.gpu.launch_counts()
+    print(counts)
+    assert len({n for name, n in counts.items() if name.startswith("trunk")}) == 1
+    assert counts["trunk T=1"] <= 30 * pair.gpu.geometry.L
+
+
+@pytest.mark.gpu
+def test_a_prefill_chunk(pair):
+    if not ON_DEVICE:
+        pytest.skip("32 windows take minutes in the shim: STRATA_TEST_DEVICE=cuda")
+    pair.fresh()
+    for backend, state in ((pair.cpu, pair.cs), (pair.gpu, pair.gs)):
+        backend.prefill(state, TOKENS[:256], (-1, -1))
+    assert pair.gs.digest() == pair.cs.digest()
+    assert_same(pair.gpu.streams[:256], np.array(pair.cpu.streams[:256]))
+    pair.head(250, 4, REQUEST.__class__(greedy=False, summary=True))
+    pair.window(5)

@@ -1,0 +1,156 @@
+"""Compiling kernels without a GPU: NVRTC, the disk cache, the ptxas report, and what kernels may not contain."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from strata.base.errors import BadArgument, StrataError
+from strata.gpu import compile as compiler
+from strata.gpu import launch as launches
+from strata.gpu.compile import Binary, compile_source, headers_of, nvrtc_version
+from strata.gpu.error_word import NO_ERROR, decode, where
+from strata.gpu.launch import FOLDER, Source, all_sources, i32, launch, pointer
+
+
+def nvrtc_missing() -> str | None:
+    try:
+        nvrtc_version()
+    except StrataError as error:
+        return str(error)
+    return None
+
+
+needs_nvrtc = pytest.mark.skipif(nvrtc_missing() is not None, reason=f"no NVRTC: {nvrtc_missing()}")
+KERNELS = sorted([*FOLDER.rglob("*.cu"), *FOLDER.rglob("*.cuh")])
+
+
+@pytest.fixture
+def own_source(tmp_path, monkeypatch):
+    """A source in a folder of its own, and an empty cache."""
+    monkeypatch.setenv("STRATA_CACHE", str(tmp_path / "cache"))
+    for module in (compiler, launches):
+        monkeypatch.setattr(module, "FOLDER", tmp_path)
+    (tmp_path / "twice.cuh").write_text("__device__ inline float twice(float x) { return x + x; }\n")
+
+    def write(text: str, *instances: str) -> Source:
+        (tmp_path / "k.cu").write_text(text)
+        return Source("k.cu", instances)
+
+    return write
+
+
+TEXT = """#include "twice.cuh"
+template <int N> __global__ void k(float *p) { p[threadIdx.x] = twice(p[threadIdx.x]) + N; }
+"""
+
+
+@needs_nvrtc
+def test_cubin_names_and_report(own_source):
+    binary = compile_source(own_source(TEXT, "k<1>", "k<2>"), 75)
+    assert binary.cubin[:4] == b"\x7fELF"
+    assert set(binary.lowered) == {"k<1>", "k<2>"} and len(set(binary.lowered.values())) == 2
+    assert all(0 < u.registers < 64 and u.spill_bytes == u.stack_bytes == 0 for u in binary.usage.values())
+
+
+@needs_nvrtc
+def test_the_cache_sees_every_change(own_source, tmp_path, monkeypatch):
+    compiled = []
+    real = compiler._compile
+    monkeypatch.setattr(compiler, "_compile", lambda *a: compiled.append(a[3]) or real(*a))
+    source = own_source(TEXT, "k<1>")
+    first = compile_source(source, 75)
+    assert compile_source(source, 75) == first and compiled == [75]
+    compile_source(source, 80)
+    compile_source(own_source(TEXT + "\n", "k<1>"), 75)
+    compile_source(own_source(TEXT, "k<1>", "k<3>"), 75)
+    (tmp_path / "twice.cuh").write_text("__device__ inline float twice(float x) { return 2 * x; }\n")
+    compile_source(source, 75)
+    assert compiled == [75, 80, 75, 75, 75]
+
+
+@needs_nvrtc
+def test_a_damaged_cubin_is_made_again(own_source, tmp_path):
+    source = own_source(TEXT, "k<1>")
+    first = compile_source(source, 75)
+    for path in (tmp_path / "cache").rglob("*.cubin"):
+        path.write_bytes(path.read_bytes()[:-1])
+    again = compile_source(source, 75)
+    assert (again.cubin, again.lowered) == (first.cubin, first.lowered)
+
+
+@needs_nvrtc
+def test_an_error_shows_the_log(own_source):
+    with pytest.raises(StrataError, match=r"k.cu does not compile for sm_75.*undefined"):
+        compile_source(own_source("__global__ void k() { undefined(); }", "k"), 75)
+
+
+@needs_nvrtc
+def test_spills_are_found(own_source):
+    body = "".join(f"float a{i} = p[{i} + threadIdx.x];" for i in range(200))
+    body += "__syncthreads();" + "".join(f"p[{i} * threadIdx.x] = a{i} * a{199 - i};" for i in range(200))
+    binary = compile_source(
+        own_source(f"__global__ void __launch_bounds__(1024) k(volatile float *p) {{ {body} }}", "k"), 75
+    )
+    assert binary.usage["k"].spill_bytes > 0 and binary.usage["k"].stack_bytes > 0
+
+
+def test_report_of_ptxas():
+    log = """ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_Z1kILi1EEvPf' for 'sm_75'
+ptxas info    : Function properties for _Z1kILi1EEvPf
+    8 bytes stack frame, 16 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 32 registers, 8 bytes cumulative stack size, 64 bytes smem, 360 bytes cmem[0]
+ptxas info    : Compiling entry function '_Z1kILi2EEvPf' for 'sm_75'
+ptxas info    : Function properties for _Z1kILi2EEvPf
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 10 registers, 360 bytes cmem[0]
+"""
+    usage = Binary(b"", {"a": "_Z1kILi1EEvPf", "b": "_Z1kILi2EEvPf"}, log).usage
+    assert (usage["a"].registers, usage["a"].spill_bytes, usage["a"].stack_bytes, usage["a"].shared_bytes) == (
+        32,
+        28,
+        8,
+        64,
+    )
+    assert (usage["b"].registers, usage["b"].spill_bytes, usage["b"].stack_bytes) == (10, 0, 0)
+
+
+def test_every_kernel_file_has_a_list_of_instances():
+    sources = {s.path for s in all_sources()}
+    assert sources == {p for p in KERNELS if p.suffix == ".cu"}
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=lambda p: p.name)
+def test_headers_are_found_and_no_fast_math_is_used(path):
+    headers_of(path)
+    text = re.sub(r"//.*", "", path.read_text(encoding="utf-8"))
+    assert not re.search(
+        r"\.ftz|\.approx|__f(add|mul|ma|div|sqrt|rcp)_|__expf|__logf|\bexpf?\(|\bsqrtf?\(|\bfma(f)?\(", text
+    )
+
+
+# ---- launches and the error word
+
+
+def test_launches_are_checked():
+    source = Source("router.cu", ("router",))
+    made = launch(source, "router", 3, 64, pointer(256), i32(4))
+    assert (made.grid, made.block, made.shared_bytes) == ((3, 1, 1), (64, 1, 1), 0)
+    for kernel, grid, threads, args in (("other", 1, 32, ()), ("router", 0, 32, ()), ("router", 1, 2048, ()),
+                                        ("router", 1, 32, (3,)), ("router", 1, 32, (np.int16(3),))):  # fmt: skip
+        with pytest.raises(BadArgument):
+            launch(source, kernel, grid, threads, *args)
+
+
+def test_error_word():
+    word = int(where(700, 47)) | 2 << 24 | 511
+    found = decode(word)
+    assert (found.op, found.layer, found.code, found.detail) == (700, 47, 2, 511)
+    assert decode(int(where(0, -1)) | 1 << 24).layer == -1
+    assert decode(NO_ERROR) is None
+    assert int(where(3, 9)) | 0xFFFFFFFF < int(where(4, -1))
+    with pytest.raises(BadArgument):
+        where(1 << 16, 0)
