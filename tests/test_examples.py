@@ -244,5 +244,5 @@ def test_readme_lists_the_tensor_types_that_have_products():
 
 
 def test_readme_lists_the_commands_that_exist():
-    listed = set(re.findall(r"^\| `strata (\w+)", README.read_text(encoding="utf-8"), re.MULTILINE))
+    listed = set(re.findall(r"^\| `strata ([\w-]+)", README.read_text(encoding="utf-8"), re.MULTILINE))
     assert listed == set(VERBS)

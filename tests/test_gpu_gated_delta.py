@@ -1,12 +1,16 @@
 """Gated DeltaNet on the GPU's code: the tests of the CPU ops."""
 
+import numpy as np
 import pytest
 
 from strata.cpu.gated_delta import gdn_commit, gdn_conv, gdn_heads, history_commit
 from strata.gpu import gated_delta as gpu
+from strata.gpu.error_word import where
 from tests import test_op_gated_delta as ops
+from tests.canonical import gated_delta as reference
+from tests.canonical.call import LAYER, Slot, assert_same, check_guards, guarded, plain, room, spiked
 from tests.gpu.as_cpu_op import gpu_call
-from tests.gpu.run_on_cpu import needs_compiler
+from tests.gpu.run_on_cpu import ErrorWord, address, needs_compiler, run_all
 from tests.test_op_gated_delta import (  # noqa: F401
     test_a_decay_that_is_no_number_does_not_hide_behind_a_small_state,
     test_a_rejected_window_leaves_no_trace,
@@ -44,3 +48,27 @@ ADAPTERS = {
 @pytest.fixture(autouse=True)
 def on_gpu_code(monkeypatch):
     monkeypatch.setattr(ops, "Call", gpu_call(ADAPTERS))
+
+
+@pytest.mark.parametrize("s", ops.SIZES, ids=ops.NAMES)
+@pytest.mark.parametrize("T", [1, 3])
+def test_convolution_and_delta_rule_in_one(s, T):
+    rng = np.random.default_rng(T)
+    w = ops.Window.make(rng, s, T)
+    qkv, history, taps = spiked(rng, T, s.channels), spiked(rng, s.taps - 1, s.channels), plain(rng, s.taps, s.channels)
+    w.mixed = reference.conv(history, qkv, taps)
+    y, _, g = w.reference()
+    past, state = Slot(guarded(history)), Slot(guarded(w.state))
+    conv, decay, beta = room(T, s.channels), guarded(w.alpha), guarded(w.beta)
+    out, error = room(T, s.Hv, s.dv), ErrorWord()
+    rest = [address(x) for x in (decay, beta, w.z, w.a, w.dt, w.norm, state, out)]
+    run_all(
+        gpu.gdn_window(address(qkv), address(taps), address(past), s.taps, address(conv), *rest, T, s.Hk, s.Hv, s.dk, s.dv,
+                       s.channels, ops.EPS, error.address, where(0, LAYER)),
+        reverse=T > 1,
+    )  # fmt: skip
+    assert error.reported is None
+    for found, wanted, what in ((conv, w.mixed, "conv"), (decay, g.decay, "decay"), (beta, g.beta, "beta"), (out, y, "y"),
+                                (past.array, history, "history"), (state.array, w.state, "state")):  # fmt: skip
+        check_guards(found)
+        assert_same(found, wanted, what)

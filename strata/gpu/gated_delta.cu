@@ -4,23 +4,29 @@
 // column j of the keys r, r + 4, .. in registers for all rows, so the state is read once and, in a window, never written.
 #include "sums.cuh"
 
-// One thread a channel, all rows. w (taps, channels), history (taps - 1, channels).
+// The convolution of row t in channel c. w (taps, channels), history (taps - 1, channels).
+DEVICE float convolved(const float *qkv, const float *w, const float *history, int t, int c, int channels, int taps) {
+    float sum = 0.f;
+    for (int i = 0; i < taps; i++) {
+        int source = t - (taps - 1) + i;
+        float x = source >= 0 ? qkv[(size_t)source * channels + c] : history[(size_t)(source + taps - 1) * channels + c];
+        sum = fma32(w[(size_t)i * channels + c], x, sum);
+    }
+    return silu32(sum);
+}
+
+// One thread a channel, all rows.
 KERNEL(256) gdn_conv(const float *qkv, float *conv, const float *w, float *const *history_slot, int T, int channels,
                      int taps, int advance, u64 *error, u64 where) {
     int c = blockIdx.x * 256 + threadIdx.x;
     if (c >= channels) return;
-    float *history = *history_slot + c;
+    float *history = *history_slot;
     for (int t = 0; t < T; t++) {
-        float sum = 0.f;
-        for (int i = 0; i < taps; i++) {
-            int source = t - (taps - 1) + i;
-            float x = source >= 0 ? qkv[(size_t)source * channels + c] : history[(size_t)(source + taps - 1) * channels];
-            sum = fma32(w[(size_t)i * channels + c], x, sum);
-        }
-        sum = silu32(sum);
+        float sum = convolved(qkv, w, history, t, c, channels, taps);
         conv[(size_t)t * channels + c] = sum;
         if (!finite32(sum)) report(error, where, NOT_FINITE, t);
     }
+    history += c;
     if (advance)
         for (int j = 0; j < taps - 1; j++) {
             int source = T - (taps - 1) + j;
@@ -57,30 +63,48 @@ DEVICE float over_keys(float v, float *lanes, int j, int dv) {
     return add32(add32(lanes[j], lanes[2 * dv + j]), add32(lanes[dv + j], lanes[3 * dv + j]));
 }
 
+struct Convolution {  // inputs of the convolution; qkv null: its outputs are there already
+    const float *qkv, *w, *history;
+    int taps;
+};
+
 // N: keys a thread holds, at least dk / 4. OUTPUT false: only the state is advanced, by the first *n_keep rows.
-template <int N, bool OUTPUT>
-DEVICE void delta_rule(const float *conv, float *decay, float *beta, const float *z, const float *a, const float *dt,
+// CONV: the block makes its own channels of conv first; those of a key head that several blocks share are stored by one.
+template <int N, bool OUTPUT, bool CONV>
+DEVICE void delta_rule(const Convolution &source, float *conv, float *decay, float *beta, const float *z, const float *a, const float *dt,
                        const float *norm, float *const *state_slot, float *y, int T, int Hk, int Hv, int dk, int dv,
                        int channels, int advance, float eps, float q_scale, u64 *error, u64 where) {
     DYNAMIC_SHARED(bytes);
-    float *q = (float *)bytes, *k = q + dk, *lanes = k + dk, *gates = lanes + 4 * dv, *sum = gates + 4;
+    float *q = (float *)bytes, *k = q + dk, *lanes = k + dk, *gates = lanes + 4 * dv, *sum = gates + 4, *own = sum + 4;
     int h = blockIdx.x, t = threadIdx.x, r = t / dv, j = t % dv, key_head = h % Hk, keys = dk / 4;
     float *state = *state_slot + (size_t)h * dk * dv;
     float S[N], *cell = state + r * dv + j;
 #pragma unroll
     for (int m = 0; m < N; m++, cell += 4 * dv) S[m] = m < keys ? *cell : 0.f;
     for (int row = 0; row < T; row++) {
-        const float *mixed = conv + (size_t)row * channels;
+        float *mixed = conv + (size_t)row * channels;
         int at = row * Hv + h, warp = t >> 5;
-        __syncthreads();
-        if (warp == 0) unit(mixed + (Hk + key_head) * dk, dk, 1.f, k);
-        if (OUTPUT && warp == 1) unit(mixed + key_head * dk, dk, q_scale, q);
         bool fine = true;
+        __syncthreads();
+        const float *row_q = mixed + key_head * dk, *row_k = row_q + Hk * dk, *row_v = mixed + 2 * Hk * dk + h * dv;
+        if (CONV) {
+            for (int i = t; i < 2 * dk + dv; i += 4 * dv) {
+                int c = i < dk ? key_head * dk + i : i < 2 * dk ? (Hk - 1 + key_head) * dk + i : 2 * Hk * dk + h * dv + i - 2 * dk;
+                float x = convolved(source.qkv, source.w, source.history, row, c, channels, source.taps);
+                own[i] = x;
+                if (i >= 2 * dk || h < Hk) mixed[c] = x;
+                fine = fine && finite32(x);
+            }
+            __syncthreads();
+            row_q = own, row_k = own + dk, row_v = own + 2 * dk;
+        }
+        if (warp == 0) unit(row_k, dk, 1.f, k);
+        if (OUTPUT && warp == 1) unit(row_q, dk, q_scale, q);
         if (t == 64) {
             float alpha = decay[at], raw = beta[at];
             if (OUTPUT) {
                 // What a softplus, exp or sigmoid would make a finite number of.
-                fine = finite32(alpha) && finite32(raw);
+                fine = fine && finite32(alpha) && finite32(raw);
                 alpha = exp32(mul32(a[h], softplus32(add32(alpha, dt[h]))));
                 raw = sigmoid32(raw);
                 decay[at] = alpha;
@@ -97,8 +121,7 @@ DEVICE void delta_rule(const float *conv, float *decay, float *beta, const float
                 S[m] = mul32(S[m], fade);
                 part = fma32(S[m], k[4 * m + r], part);
             }
-        float v = mixed[2 * Hk * dk + h * dv + j];
-        float delta = mul32(gates[1], sub32(v, over_keys(part, lanes, j, dv)));
+        float delta = mul32(gates[1], sub32(row_v[j], over_keys(part, lanes, j, dv)));
         part = 0.f;
 #pragma unroll
         for (int m = 0; m < N; m++)
@@ -133,18 +156,28 @@ DEVICE void delta_rule(const float *conv, float *decay, float *beta, const float
 }
 
 template <int N>
-KERNEL(512) gdn_heads(const float *conv, float *decay, float *beta, const float *z, const float *a, const float *dt,
-                       const float *norm, float *const *state_slot, float *y, int T, int Hk, int Hv, int dk, int dv,
-                       int channels, int advance, float eps, float q_scale, u64 *error, u64 where) {
-    delta_rule<N, true>(conv, decay, beta, z, a, dt, norm, state_slot, y, T, Hk, Hv, dk, dv, channels, advance, eps,
-                        q_scale, error, where);
+KERNEL(512) gdn_heads(float *conv, float *decay, float *beta, const float *z, const float *a, const float *dt,
+                      const float *norm, float *const *state_slot, float *y, int T, int Hk, int Hv, int dk, int dv,
+                      int channels, int advance, float eps, float q_scale, u64 *error, u64 where) {
+    delta_rule<N, true, false>(Convolution(), conv, decay, beta, z, a, dt, norm, state_slot, y, T, Hk, Hv, dk, dv, channels,
+                               advance, eps, q_scale, error, where);
+}
+
+// Convolution and delta rule of a window in one; conv is left for the commit.
+template <int N>
+KERNEL(512) gdn_window(const float *qkv, const float *w, const float *const *history_slot, int taps, float *conv,
+                       float *decay, float *beta, const float *z, const float *a, const float *dt, const float *norm,
+                       float *const *state_slot, float *y, int T, int Hk, int Hv, int dk, int dv, int channels, float eps,
+                       float q_scale, u64 *error, u64 where) {
+    delta_rule<N, true, true>(Convolution{qkv, w, *history_slot, taps}, conv, decay, beta, z, a, dt, norm, state_slot, y, T,
+                              Hk, Hv, dk, dv, channels, 0, eps, q_scale, error, where);
 }
 
 template <int N>
-KERNEL(512) gdn_commit(const float *conv, float *decay, float *beta, float *const *state_slot, const i64 *n_keep, int Hk,
-                        int Hv, int dk, int dv, int channels) {
+KERNEL(512) gdn_commit(float *conv, float *decay, float *beta, float *const *state_slot, const i64 *n_keep, int Hk,
+                       int Hv, int dk, int dv, int channels) {
     int keep = (int)*n_keep;
     if (keep > 0)
-        delta_rule<N, false>(conv, decay, beta, nullptr, nullptr, nullptr, nullptr, state_slot, nullptr, keep, Hk, Hv, dk,
-                             dv, channels, 1, 0.f, 1.f, nullptr, 0);
+        delta_rule<N, false, false>(Convolution(), conv, decay, beta, nullptr, nullptr, nullptr, nullptr, state_slot, nullptr,
+                                    keep, Hk, Hv, dk, dv, channels, 1, 0.f, 1.f, nullptr, 0);
 }

@@ -13,7 +13,11 @@ KEYS_A_THREAD = (16, 32)
 
 SOURCE = Source(
     "gated_delta.cu",
-    ("gdn_conv", "history_commit", *(f"{k}<{n}>" for k in ("gdn_heads", "gdn_commit") for n in KEYS_A_THREAD)),
+    (
+        "gdn_conv",
+        "history_commit",
+        *(f"{k}<{n}>" for k in ("gdn_heads", "gdn_window", "gdn_commit") for n in KEYS_A_THREAD),
+    ),
 )
 
 
@@ -40,7 +44,7 @@ def _shape(dk: int, dv: int) -> tuple[int, int, int]:
          needed=f"a multiple of 4 up to {4 * KEYS_A_THREAD[-1]}")  # fmt: skip
     need(dv % 8 == 0 and 32 <= dv <= 128, "value size of a gated-delta head", found=dv, needed="32..128, in eights")
     keys = next(n for n in KEYS_A_THREAD if 4 * n >= dk)
-    return keys, 4 * dv, 4 * (2 * dk + 4 * dv + 8)
+    return keys, 4 * dv, 4 * (2 * dk + 4 * dv + 8 + 2 * dk + dv)
 
 
 def gdn_heads(
@@ -55,6 +59,21 @@ def gdn_heads(
             pointer(state_slot), pointer(y), i32(T), i32(Hk), i32(Hv), i32(dk), i32(dv), i32(channels), i32(advance),
             f32(eps), q_scale, pointer(error), where)  # fmt: skip
     return [launch(SOURCE, f"gdn_heads<{keys}>", Hv, threads, *args, shared_bytes=shared_bytes)]
+
+
+def gdn_window(
+    qkv: int, w: int, history_slot: int, taps: int, conv: int, decay: int, beta: int, z: int, a: int, dt: int, norm: int,
+    state_slot: int, y: int, T: int, Hk: int, Hv: int, dk: int, dv: int, channels: int, eps: float, error: int,
+    where: np.uint64,
+) -> list[Launch]:  # fmt: skip
+    """gdn_conv and gdn_heads of a window as one kernel; neither history nor state is written."""
+    keys, threads, shared_bytes = _shape(dk, dv)
+    need(Hv >= Hk, "value heads", found=Hv, needed=f"at least the {Hk} key heads")
+    q_scale = np.float32(1) / np.sqrt(np.float32(dk))
+    pointers = (conv, decay, beta, z, a, dt, norm, state_slot, y)
+    args = (pointer(qkv), pointer(w), pointer(history_slot), i32(taps), *map(pointer, pointers), i32(T), i32(Hk), i32(Hv),
+            i32(dk), i32(dv), i32(channels), f32(eps), q_scale, pointer(error), where)  # fmt: skip
+    return [launch(SOURCE, f"gdn_window<{keys}>", Hv, threads, *args, shared_bytes=shared_bytes)]
 
 
 def gdn_commit(

@@ -1,8 +1,8 @@
 """From a program to a list of launches: buffers become addresses, ops become kernels, neighbours are fused.
 
 Fused, where `fuse` is on: an hc_add with the hc_norm behind it; a squeeze with the float product before it; a squeeze
-and a mix with the quantiser of the products that read them. With `fuse` off every op is launches of its own, for comparing
-backends op by op.
+and a mix with the quantiser of the products that read them; the convolution with the delta rule. With `fuse` off every
+op is launches of its own, for comparing backends op by op.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Lowering:
         self._activations: dict[tuple[str, int], Activations] = {}
         self._made_here: set[tuple[str, int]] = set()
         self.added_before: Op | None = None  # an hc_add that the next hc_norm does
+        self.convolution_before: Op | None = None  # a gdn_conv that the next gdn_heads does
         self.squeezed_before = False  # the product before an hc_squeeze has done it
 
     def run(self, table: dict[str, Callable[[Lowering, Op], None]]) -> Lowering:

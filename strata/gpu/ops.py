@@ -106,37 +106,27 @@ def _linear(c: Lowering, op: Op) -> None:
 
 
 def _gdn_conv(c: Lowering, op: Op) -> None:
-    k = op.consts
-    c.add(gated_delta.gdn_conv(c.at(op, "qkv"), c.at(op, "conv"), c.vector(op, "w", transposed=True),
-                               c.slot(op, "history"), c.T, k["channels"], k["taps"], bool(k["advance"]), c.error,
-                               c.where(op)))  # fmt: skip
+    k, following = op.consts, c.next_op()
+    if following is not None and following.kind == "gdn_heads" and not k["advance"] and k["Hv"] >= k["Hk"]:
+        c.convolution_before = op
+        return
+    shape = (c.T, k["channels"], k["taps"], bool(k["advance"]))
+    places = (c.at(op, "qkv"), c.at(op, "conv"), c.vector(op, "w", transposed=True), c.slot(op, "history"))
+    c.add(gated_delta.gdn_conv(*places, *shape, c.error, c.where(op)))
 
 
 def _gdn_heads(c: Lowering, op: Op) -> None:
     k = op.consts
-    c.add(
-        gated_delta.gdn_heads(
-            c.at(op, "conv"),
-            c.at(op, "decay"),
-            c.at(op, "beta"),
-            c.at(op, "z"),
-            c.vector(op, "a"),
-            c.vector(op, "dt"),
-            c.vector(op, "norm"),
-            c.slot(op, "state"),
-            c.at(op, "y"),
-            c.T,
-            k["Hk"],
-            k["Hv"],
-            k["dk"],
-            k["dv"],
-            k["channels"],
-            bool(k["advance"]),
-            k["eps"],
-            c.error,
-            c.where(op),
-        )
-    )
+    shape = (c.T, k["Hk"], k["Hv"], k["dk"], k["dv"], k["channels"])
+    rows = [c.at(op, port) for port in ("conv", "decay", "beta", "z")]
+    weights = [c.vector(op, port) for port in ("a", "dt", "norm")]
+    places = (*rows, *weights, c.slot(op, "state"), c.at(op, "y"))
+    if c.convolution_before is None:
+        c.add(gated_delta.gdn_heads(*places, *shape, bool(k["advance"]), k["eps"], c.error, c.where(op)))
+        return
+    conv, c.convolution_before = c.convolution_before, None
+    inputs = (c.at(conv, "qkv"), c.vector(conv, "w", transposed=True), c.slot(conv, "history"), k["taps"])
+    c.add(gated_delta.gdn_window(*inputs, *places, *shape, k["eps"], c.error, c.where(op)))
 
 
 def _gdn_commit(c: Lowering, op: Op) -> None:

@@ -205,7 +205,9 @@ def _pairs_of(first: tuple[int, int], second: tuple[int, int], rest: tuple[_Part
     return Layout(2, 1, ((8, sum(widths)), *base.sections), split, join)
 
 
-def _small(blocks: int, code_bytes: int, head: tuple[_Part, ...], codes: tuple[Callable, Callable] = (_same, _same)) -> Layout:
+def _small(
+    blocks: int, code_bytes: int, head: tuple[_Part, ...], codes: tuple[Callable, Callable] = (_same, _same)
+) -> Layout:
     """Blocks of 32 and 64 values: `head` before `code_bytes` of codes, a step of `blocks` blocks."""
     start = max(p.stop for p in head)
     return _by_parts(2, blocks, (_Part(start, start + code_bytes, 8, *codes), *head))
@@ -263,7 +265,9 @@ LAYOUTS: dict[str, Layout] = {
     "IQ2_XXS": _by_parts(2, 1, (_Part(2, 66, 8), _Part(0, 2, 1))),
     "IQ2_XS": _by_parts(2, 1, (_Part(2, 66, 8), _Part(66, 74, 8), _Part(0, 2, 1))),
     "IQ3_XXS": _by_parts(2, 1, (_Part(2, 66, 8), _Part(66, 98, 8), _Part(0, 2, 1))),
-    "IQ3_S": _by_parts(2, 1, (_Part(2, 66, 8), _Part(74, 106, 8), _Part(66, 74, 8), _Part(106, 110, 1), _Part(0, 2, 1))),
+    "IQ3_S": _by_parts(
+        2, 1, (_Part(2, 66, 8), _Part(74, 106, 8), _Part(66, 74, 8), _Part(106, 110, 1), _Part(0, 2, 1))
+    ),
     "IQ1_S": _by_parts(2, 1, (_Part(2, 34, 8), _Part(34, 50, 8), _Part(0, 2, 1))),
     "IQ1_M": _by_parts(2, 1, (_Part(0, 32, 8), _Part(32, 48, 8), _Part(48, 56, 1))),
 }
