@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from strata.base.errors import StrataError
 from strata.base.state import State
 from strata.base.window import HeadRequest, HeadRows
 from strata.cpu.compiled import chunk
@@ -30,6 +31,12 @@ if TYPE_CHECKING:
 
 PROMPT_TOKENS = 64
 """What decode starts from; short, so that a repeat is mostly decode."""
+
+KINDS = ("code", "prose", "unpredictable")
+"""Texts that drafting is measured on. Code and prose are continued greedily. Unpredictable is random tokens, continued
+by nearly random draws: what drafting must not slow down."""
+
+NOISE = {"temperature": 2.5}
 
 JOBS = 256
 RUNS = 15
@@ -213,3 +220,78 @@ class Speed:
         with self.model.turn():
             self.state.read(tokens, windows_only=self.model.windows_only)
         return n_tokens / (time.perf_counter() - began)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same answer decoded without and with drafts, windows taking turns.
+
+    per_s       (without, with) tokens a second
+    per_cpu_s   (without, with) tokens a CPU second of all threads
+    drafts      what drafting did, as `Result.drafts`
+    """
+
+    per_s: tuple[float, float]
+    per_cpu_s: tuple[float, float]
+    drafts: dict[str, Any]
+
+    @property
+    def speedup(self) -> tuple[float, float]:
+        """Rate with drafts over rate without: by the clock, by CPU time."""
+        return self.per_s[1] / self.per_s[0], self.per_cpu_s[1] / self.per_cpu_s[0]
+
+
+class DraftingSpeed:
+    """A model's generate loop without and with its drafting, side by side on one backend.
+
+    texts   kind -> token ids to take prompts from; see KINDS
+    """
+
+    def __init__(self, model: Model, texts: dict[str, np.ndarray]):
+        self.model, self.texts = model, texts
+        self.plain = SessionState(model._backend, model.context, checkpoints=0)
+        self.drafted = model._new_state()
+
+    def prompt(self, kind: str, number: int) -> np.ndarray:
+        """Prompt `number` of a kind."""
+        if kind == "unpredictable":
+            return np.random.default_rng(number).integers(0, self.model.geometry.V, PROMPT_TOKENS).astype(np.int32)
+        return np.roll(self.texts[kind], -PROMPT_TOKENS * number)[:PROMPT_TOKENS]
+
+    def pair(self, kind: str, number: int, n_tokens: int) -> Pair:
+        """Decode n_tokens after a prompt, without and with drafts. StrataError if the two answers differ."""
+        prompt = self.prompt(kind, number)
+        params = SamplingParams(seed=number, **(NOISE if kind == "unpredictable" else {}))
+        streams = [self._stream(state, prompt, params, n_tokens + 1) for state in (self.plain, self.drafted)]
+        # a first window reads the prompt and is not timed
+        first = [_round(stream) for stream in streams]
+        wall, cpu, made = [0.0, 0.0], [0.0, 0.0], list(first)
+        while min(made) <= n_tokens:
+            i = int(made[1] < made[0])  # whoever is behind goes next
+            cpu_began, began = time.process_time(), time.perf_counter()
+            made[i] += _round(streams[i])
+            wall[i] += time.perf_counter() - began
+            cpu[i] += time.process_time() - cpu_began
+        results = [stream.run() for stream in streams]
+        if results[0].tokens != results[1].tokens:
+            raise StrataError("drafting changed an answer", found=f"{kind} text, prompt {number}",
+                              needed="the same tokens", advice="Please report this.")  # fmt: skip
+        timed = [all_made - untimed for all_made, untimed in zip(made, first, strict=True)]
+        return Pair((timed[0] / wall[0], timed[1] / wall[1]), (timed[0] / cpu[0], timed[1] / cpu[1]), results[1].drafts)
+
+    def _stream(self, state: SessionState, prompt: np.ndarray, params: SamplingParams, n: int) -> TextStream:
+        state.clear()
+        text = TextStop(self.model.tokenizer, (), ())
+        generation = Generation(state, prompt, params, n, text, lambda: text.stopped,
+                                windows_only=self.model.windows_only, speculator=state.speculator)  # fmt: skip
+        return TextStream(generation, text, self.model.turn, lambda: None)
+
+
+def _round(stream: TextStream) -> int:
+    """Take the tokens of one window from a stream; returns how many there were."""
+    n = 0
+    for one in stream:
+        n += one.token is not None
+        if not stream.pending:
+            break
+    return n

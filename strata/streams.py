@@ -44,6 +44,11 @@ class TextStream:
         self._ended_by: StrataError | None = None
         self._working = threading.RLock()  # held during a piece of work
 
+    @property
+    def pending(self) -> int:
+        """Chunks that are ready: so many can be taken before the next window runs."""
+        return len(self._queue)
+
     def __iter__(self) -> TextStream:
         return self
 

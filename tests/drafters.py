@@ -90,7 +90,7 @@ class Told:
              chain: whether looked-up tokens follow the drafts
     """
 
-    probe_ms = total_ms = draft_ms = 0.0
+    probe_ms = total_ms = draft_ms = asking_ms = 0.0
 
     def __init__(self, lengths: Callable[[], int] = lambda: MAX_DRAFTS, lookup: float = 0.0, chain: bool = False,
                  seed: int = 0):  # fmt: skip
@@ -99,7 +99,7 @@ class Told:
         self.outcomes: list[Outcome] = []
 
     def window_ms(self, T: int) -> float:
-        return float(T)
+        return 1e6 * T  # beside such windows it costs nothing to be asked every round
 
     def choose(self, facts: RoundFacts) -> Choice:
         self._room, self._n = facts.room, min(self.lengths(), facts.room)
@@ -183,13 +183,10 @@ def acceptance(model: strata.Model, prompts: Sequence[np.ndarray], n_tokens: int
     return found
 
 
-def held_out(val: dict[str, np.ndarray], n: dict[str, int], length: int = 160) -> list[np.ndarray]:
-    """Prompts spread evenly over the held-out streams, n[kind] of each kind."""
-    return [
-        val[kind][start : start + length].astype(np.int32)
-        for kind, many in n.items()
-        for start in np.linspace(0, len(val[kind]) - length, many, endpoint=False).astype(int)
-    ]
+def held_out(val: dict[str, np.ndarray], n: dict[str, int], length: int = 160, n_tokens: int = 64) -> list[np.ndarray]:
+    """n[kind] prompts from the beginning of each held-out stream, with room for an answer between them."""
+    step = length + n_tokens + 1
+    return [val[kind][step * i :][:length].astype(np.int32) for kind, many in n.items() for i in range(many)]
 
 
 def equal_answers(drafted: strata.Result, plain: strata.Result) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -154,3 +156,17 @@ def test_error_word():
     assert int(where(3, 9)) | 0xFFFFFFFF < int(where(4, -1))
     with pytest.raises(BadArgument):
         where(1 << 16, 0)
+
+
+def test_the_backend_imports_without_cupy():
+    code = (
+        "import sys; sys.modules['cupy'] = None\n"
+        "import strata.gpu.backend, strata.gpu.compile\n"
+        "from strata.gpu.device import import_cupy\n"
+        "try: import_cupy()\n"
+        "except Exception as error: print(type(error).__name__, 'cuda12' in str(error))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=FOLDER.parents[1]
+    )
+    assert done.stdout.strip() == "StrataError True"

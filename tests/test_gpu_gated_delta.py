@@ -63,12 +63,33 @@ def test_convolution_and_delta_rule_in_one(s, T):
     out, error = room(T, s.Hv, s.dv), ErrorWord()
     rest = [address(x) for x in (decay, beta, w.z, w.a, w.dt, w.norm, state, out)]
     run_all(
-        gpu.gdn_window(address(qkv), address(taps), address(past), s.taps, address(conv), *rest, T, s.Hk, s.Hv, s.dk, s.dv,
-                       s.channels, ops.EPS, error.address, where(0, LAYER)),
+        gpu.gdn_window(
+            address(qkv),
+            address(taps),
+            address(past),
+            s.taps,
+            address(conv),
+            *rest,
+            T,
+            s.Hk,
+            s.Hv,
+            s.dk,
+            s.dv,
+            s.channels,
+            ops.EPS,
+            error.address,
+            where(0, LAYER),
+        ),
         reverse=T > 1,
-    )  # fmt: skip
+    )
     assert error.reported is None
-    for found, wanted, what in ((conv, w.mixed, "conv"), (decay, g.decay, "decay"), (beta, g.beta, "beta"), (out, y, "y"),
-                                (past.array, history, "history"), (state.array, w.state, "state")):  # fmt: skip
+    for found, wanted, what in (
+        (conv, w.mixed, "conv"),
+        (decay, g.decay, "decay"),
+        (beta, g.beta, "beta"),
+        (out, y, "y"),
+        (past.array, history, "history"),
+        (state.array, w.state, "state"),
+    ):
         check_guards(found)
         assert_same(found, wanted, what)

@@ -59,4 +59,5 @@ def test_a_bad_logit_is_reported_and_ids_stay_valid(bad):
 
 def test_all_bad_logits():
     ids, _, reported = launched(np.full((1, 20), np.nan, np.float32), 5)
-    assert reported == (NOT_FINITE, LAYER, 0) and ids.tolist() == [[0, 1, 2, 3, 4]]
+    assert reported == (NOT_FINITE, LAYER, 0)
+    assert ((ids >= 0) & (ids < 20)).all() and len(set(ids[0].tolist())) == 5  # which ones is not defined

@@ -10,6 +10,7 @@ import numpy as np
 from numba import njit
 
 from strata.cpu.float_bits import f32_bits, fma32, sqrt32
+from strata.cpu.float_vectors import dot64, dot128, dot256
 
 F = np.float32
 HEAD_LANES = 32
@@ -37,7 +38,18 @@ def tree(acc, lanes):
 
 @njit(error_model="numpy")
 def dot_lanes(x, y, n, lanes, acc):
-    """Sum of x[i] * y[i] over n values with the given number of lanes; acc is scratch of at least `lanes` floats."""
+    """Sum of x[i] * y[i] over n values with the given number of lanes.
+
+    x, y contiguous; acc is scratch of at least `lanes` floats, whose first becomes the sum.
+    """
+    if lanes >= 64 and n % lanes == 0:
+        if lanes == 256:
+            acc[0] = dot256(x.ctypes.data, y.ctypes.data, n)
+        elif lanes == 128:
+            acc[0] = dot128(x.ctypes.data, y.ctypes.data, n)
+        else:
+            acc[0] = dot64(x.ctypes.data, y.ctypes.data, n)
+        return acc[0]
     for i in range(lanes):
         acc[i] = F(0)
     whole = n // lanes * lanes

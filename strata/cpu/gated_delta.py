@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numba import njit
 
+from strata.base.errors import need
 from strata.base.program import NOT_FINITE
 from strata.cpu.compiled import chunk, step
+from strata.cpu.delta_rule import BLOCK, delta_rows
 from strata.cpu.error_word import report
 from strata.cpu.float_bits import exp32, fma32, sigmoid32, silu32, softplus32, sqrt32
 from strata.cpu.float_sums import all_finite, dot_lanes, inverse_rms, is_finite, lanes_of
-from strata.cpu.machine_code import copy_bytes, f32_view, f32_view2, i64_view, ld64, ldf32
+from strata.cpu.float_vectors import LANES
+from strata.cpu.machine_code import copy_bytes, f32_view, i64_view, ld64, ldf32
 from strata.cpu.walker import float_argument
 
 if TYPE_CHECKING:
@@ -32,6 +35,8 @@ F = np.float32
 L2_EPS = F(1e-6)
 CONV_VALUES = 4096
 """Channels times rows of one convolution chunk: about 4 us."""
+GROUP_ROWS = 8
+"""Rows of a prefill chunk whose keys and queries are made at a time."""
 
 
 @chunk
@@ -92,90 +97,56 @@ def _unit(x, n, scale, out, acc):
         out[i] = (x[i] * r) * scale
 
 
-@njit(error_model="numpy")
-def _delta_row(source, target, keep, k, v, q, decay, beta, delta, out, acc, dk, dv):
-    """One token of one head. source, target (dk, dv): state before and after; target is written only if `keep`.
-
-    With keep = False the updated state is never stored: the second pass makes it again from source.
-    """
-    a0, a1, a2, a3 = acc[0], acc[1], acc[2], acc[3]
-    for j in range(dv):
-        a0[j] = F(0)
-        a1[j] = F(0)
-        a2[j] = F(0)
-        a3[j] = F(0)
-    for i in range(0, dk, 4):
-        for j in range(dv):
-            a0[j] = fma32(source[i, j] * decay, k[i], a0[j])
-            a1[j] = fma32(source[i + 1, j] * decay, k[i + 1], a1[j])
-            a2[j] = fma32(source[i + 2, j] * decay, k[i + 2], a2[j])
-            a3[j] = fma32(source[i + 3, j] * decay, k[i + 3], a3[j])
-    for j in range(dv):
-        delta[j] = beta * (v[j] - ((a0[j] + a2[j]) + (a1[j] + a3[j])))
-        a0[j] = F(0)
-        a1[j] = F(0)
-        a2[j] = F(0)
-        a3[j] = F(0)
-    for i in range(0, dk, 4):
-        for j in range(dv):
-            s0 = fma32(k[i], delta[j], source[i, j] * decay)
-            s1 = fma32(k[i + 1], delta[j], source[i + 1, j] * decay)
-            s2 = fma32(k[i + 2], delta[j], source[i + 2, j] * decay)
-            s3 = fma32(k[i + 3], delta[j], source[i + 3, j] * decay)
-            a0[j] = fma32(s0, q[i], a0[j])
-            a1[j] = fma32(s1, q[i + 1], a1[j])
-            a2[j] = fma32(s2, q[i + 2], a2[j])
-            a3[j] = fma32(s3, q[i + 3], a3[j])
-            if keep:
-                target[i, j] = s0
-                target[i + 1, j] = s1
-                target[i + 2, j] = s2
-                target[i + 3, j] = s3
-    for j in range(dv):
-        out[j] = (a0[j] + a2[j]) + (a1[j] + a3[j])
-
-
 @chunk
 def gdn_heads(a, h, n_heads):
     """One value head over all rows.
 
     Record: conv, decay (in: alpha), beta (in: raw), z, a, dt, norm, state slot, y, T, Hk, dk, dv, channels, advance,
-    eps (a float32 argument), 1/sqrt(dk) (float32 arguments), error, layer.
+    eps (a float32 argument), 1/sqrt(dk) (float32 arguments), error, layer. dk is a multiple of 4, dv of 16.
     """
     p = i64_view(a, 19)
-    T, Hk, dk, dv, channels = p[9], p[10], p[11], p[12], p[13]
+    T, Hk, dk, dv, channels, advance = p[9], p[10], p[11], p[12], p[13], p[14]
     key_head = h % Hk
-    state = f32_view2(ld64(p[7]) + h * dk * dv * 4, dk, dv)
-    scratch = state
-    if p[14] == 0 and T > 1:
-        scratch = np.empty((dk, dv), np.float32)
-    k, q = np.empty(dk, np.float32), np.empty(dk, np.float32)
-    delta, acc = np.empty(dv, np.float32), np.empty((4, dv), np.float32)
-    lanes = np.empty(256, np.float32)
+    state = ld64(p[7]) + h * dk * dv * 4
+    most = min(T, GROUP_ROWS) if advance != 0 else T
+    k, q = np.empty((most, dk), np.float32), np.empty((most, dk), np.float32)
+    gates, lanes = np.empty((most, 2), np.float32), np.empty(256, np.float32)
+    space = np.empty(dk * BLOCK + 16, np.float32)
+    spare = (space.ctypes.data + 63) & -64
     ah, dth = ldf32(p[4] + h * 4), ldf32(p[5] + h * 4)
     norm = f32_view(p[6], dv)
     eps, q_scale = ldf32(a + 8 * 15), ldf32(a + 8 * 16)
-    for t in range(T):
-        conv = p[0] + t * channels * 4
-        _unit(f32_view(conv + key_head * dk * 4, dk), dk, q_scale, q, lanes)
-        _unit(f32_view(conv + (Hk + key_head) * dk * 4, dk), dk, F(1), k, lanes)
-        v = f32_view(conv + (2 * Hk * dk + h * dv) * 4, dv)
-        decay, beta = f32_view(p[1] + (t * n_heads + h) * 4, 1), f32_view(p[2] + (t * n_heads + h) * 4, 1)
-        # What a sigmoid, softplus or exp would make a finite number of.
-        fine = is_finite(decay[0]) and is_finite(beta[0])
-        rate = ah * softplus32(decay[0] + dth)
-        decay[0] = exp32(rate)
-        beta[0] = sigmoid32(beta[0])
-        y = f32_view(p[8] + (t * n_heads + h) * dv * 4, dv)
-        source = state if t == 0 else scratch
-        keep = p[14] != 0 or t + 1 < T
-        _delta_row(source, scratch, keep, k, v, q, decay[0], beta[0], delta, y, acc, dk, dv)
-        r = inverse_rms(y, dv, eps, lanes)
-        z = f32_view(p[3] + (t * n_heads + h) * dv * 4, dv)
-        for j in range(dv):
-            y[j] = ((y[j] * r) * norm[j]) * sigmoid32(z[j])
-        if not (fine and all_finite(y) and all_finite(z)):
-            report(p[17], NOT_FINITE, p[18], t)
+    for first in range(0, T, most):
+        rows = min(most, T - first)
+        for r in range(rows):
+            at = (first + r) * n_heads + h
+            conv = p[0] + (first + r) * channels * 4
+            _unit(f32_view(conv + key_head * dk * 4, dk), dk, q_scale, q[r], lanes)
+            _unit(f32_view(conv + (Hk + key_head) * dk * 4, dk), dk, F(1), k[r], lanes)
+            decay, beta = f32_view(p[1] + at * 4, 1), f32_view(p[2] + at * 4, 1)
+            # What a sigmoid, softplus or exp would make a finite number of.
+            if not (is_finite(decay[0]) and is_finite(beta[0])):
+                report(p[17], NOT_FINITE, p[18], first + r)
+            decay[0] = exp32(ah * softplus32(decay[0] + dth))
+            beta[0] = sigmoid32(beta[0])
+            gates[r, 0], gates[r, 1] = decay[0], beta[0]
+        v = p[0] + (first * channels + 2 * Hk * dk + h * dv) * 4
+        y = p[8] + (first * n_heads + h) * dv * 4
+        if advance != 0:
+            delta_rows(1, 1, state, dk, dv, rows, k.ctypes.data, q.ctypes.data, gates.ctypes.data, v, channels * 4, y,
+                       n_heads * dv * 4, spare)  # fmt: skip
+        else:
+            delta_rows(1, 0, state, dk, dv, rows, k.ctypes.data, q.ctypes.data, gates.ctypes.data, v, channels * 4, y,
+                       n_heads * dv * 4, spare)  # fmt: skip
+        for r in range(rows):
+            at = (first + r) * n_heads + h
+            out, z = f32_view(p[8] + at * dv * 4, dv), f32_view(p[3] + at * dv * 4, dv)
+            scale = inverse_rms(out, dv, eps, lanes)
+            for j in range(dv):
+                out[j] = ((out[j] * scale) * norm[j]) * sigmoid32(z[j])
+            if not (all_finite(out) and all_finite(z)):
+                report(p[17], NOT_FINITE, p[18], first + r)
+    k[0, 0] = q[0, 0] = gates[0, 0] = space[0] = F(0)  # the last use: what lies at their addresses lives as long
 
 
 @chunk
@@ -186,50 +157,36 @@ def gdn_commit(a, h, n_heads):
     """
     p = i64_view(a, 9)
     n_keep, Hk, dk, dv, channels = ld64(p[4]), p[5], p[6], p[7], p[8]
+    if n_keep == 0:
+        return
     key_head = h % Hk
-    state = f32_view2(ld64(p[3]) + h * dk * dv * 4, dk, dv)
-    k, pred = np.empty(dk, np.float32), np.empty((4, dv), np.float32)
-    lanes = np.empty(256, np.float32)
+    k, gates, lanes = np.empty((n_keep, dk), np.float32), np.empty((n_keep, 2), np.float32), np.empty(256, np.float32)
+    space = np.empty(dk * BLOCK + 16, np.float32)
     for t in range(n_keep):
         conv = p[0] + t * channels * 4
-        _unit(f32_view(conv + (Hk + key_head) * dk * 4, dk), dk, F(1), k, lanes)
-        v = f32_view(conv + (2 * Hk * dk + h * dv) * 4, dv)
-        decay, beta = ldf32(p[1] + (t * n_heads + h) * 4), ldf32(p[2] + (t * n_heads + h) * 4)
-        _delta_state(state, k, v, decay, beta, pred, dk, dv)
+        _unit(f32_view(conv + (Hk + key_head) * dk * 4, dk), dk, F(1), k[t], lanes)
+        gates[t, 0], gates[t, 1] = ldf32(p[1] + (t * n_heads + h) * 4), ldf32(p[2] + (t * n_heads + h) * 4)
+    delta_rows(0, 1, ld64(p[3]) + h * dk * dv * 4, dk, dv, n_keep, k.ctypes.data, 0, gates.ctypes.data,
+               p[0] + (2 * Hk * dk + h * dv) * 4, channels * 4, 0, 0, (space.ctypes.data + 63) & -64)  # fmt: skip
+    k[0, 0] = gates[0, 0] = space[0] = F(0)  # the last use: what lies at their addresses lives as long
 
 
-@njit(error_model="numpy")
-def _delta_state(state, k, v, decay, beta, acc, dk, dv):
-    """The state update of `_delta_row` without its output: the same operations in the same order."""
-    a0, a1, a2, a3 = acc[0], acc[1], acc[2], acc[3]
-    for j in range(dv):
-        a0[j] = F(0)
-        a1[j] = F(0)
-        a2[j] = F(0)
-        a3[j] = F(0)
-    for i in range(0, dk, 4):
-        for j in range(dv):
-            a0[j] = fma32(state[i, j] * decay, k[i], a0[j])
-            a1[j] = fma32(state[i + 1, j] * decay, k[i + 1], a1[j])
-            a2[j] = fma32(state[i + 2, j] * decay, k[i + 2], a2[j])
-            a3[j] = fma32(state[i + 3, j] * decay, k[i + 3], a3[j])
-    for j in range(dv):
-        a0[j] = beta * (v[j] - ((a0[j] + a2[j]) + (a1[j] + a3[j])))
-    for i in range(dk):
-        for j in range(dv):
-            state[i, j] = fma32(k[i], a0[j], state[i, j] * decay)
+def conv_chunks(channels: int, T: int) -> int:
+    """Chunks of one convolution."""
+    return min(max(1, channels * T // CONV_VALUES), max(1, channels // 64))
 
 
 def lower_gdn_conv(c: Lowering, op: Op) -> None:
     k = op.consts
-    n_chunks = max(1, k["channels"] * c.T // CONV_VALUES)
-    c.parallel(min(n_chunks, max(1, k["channels"] // 64)), gdn_conv, c.at(op, "qkv"), c.at(op, "conv"),
+    c.parallel(conv_chunks(k["channels"], c.T), gdn_conv, c.at(op, "qkv"), c.at(op, "conv"),
                c.vector(op, "w", transposed=True), c.slot(op, "history"), c.T, k["channels"], k["taps"], k["advance"],
                c.error, op.layer)  # fmt: skip
 
 
 def lower_gdn_heads(c: Lowering, op: Op) -> None:
     k = op.consts
+    need(k["dk"] % 4 == 0 and k["dv"] % LANES == 0, "heads of the gated delta rule have an odd size",
+         found=f"{k['dk']} x {k['dv']}", needed=f"multiples of 4 x {LANES}")  # fmt: skip
     q_scale = float(np.float32(1) / np.sqrt(np.float32(k["dk"])))
     c.parallel(k["Hv"], gdn_heads, c.at(op, "conv"), c.at(op, "decay"), c.at(op, "beta"), c.at(op, "z"),
                c.vector(op, "a"), c.vector(op, "dt"), c.vector(op, "norm"), c.slot(op, "state"), c.at(op, "y"), c.T,

@@ -111,6 +111,11 @@ def hc_add(a, row, rows):
             x[i] = fma32(s, y[i], x[i])
 
 
+def mix_pieces(D: int) -> int:
+    """Chunks that the columns of one row of a mix are cut into."""
+    return max(1, D // MIX_COLUMNS)
+
+
 def lower_hc_norm(c: Lowering, op: Op) -> None:
     k = op.consts
     first = c.memory.address("head_row") if k["head"] else 0
@@ -124,7 +129,7 @@ def lower_hc_squeeze(c: Lowering, op: Op) -> None:
 
 def lower_hc_mix(c: Lowering, op: Op) -> None:
     C, D = op.consts["C"], op.consts["D"]
-    pieces = max(1, D // MIX_COLUMNS)
+    pieces = mix_pieces(D)
     c.parallel(c.T * pieces, hc_mix, c.at(op, "normed"), c.at(op, "gate"), c.at(op, "u"), C, D, c.at(op, "inject"),
                c.at(op, "a"), c.error, op.layer, pieces)  # fmt: skip
 

@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numba import njit
 
+from strata.base.errors import need
 from strata.base.program import NOT_FINITE
 from strata.cpu.compiled import chunk
 from strata.cpu.error_word import report
 from strata.cpu.float_bits import exp32, fma32, sigmoid32
-from strata.cpu.float_sums import HEAD_LANES, all_finite, dot_lanes, is_finite, lanes_of, tree
-from strata.cpu.kv_cells import load_head
-from strata.cpu.machine_code import f32_view, i32_view, i64_view, ld64, ldf32
+from strata.cpu.float_sums import all_finite
+from strata.cpu.float_vectors import LANES
+from strata.cpu.head_vectors import AHEAD, TILE, scores_of, softmax_tile, weigh_tile
+from strata.cpu.machine_code import f32_view, i32_view, i64_view, ld64
 from strata.cpu.walker import float_argument
 
 if TYPE_CHECKING:
@@ -30,18 +32,25 @@ if TYPE_CHECKING:
     from strata.cpu.lower import Lowering
 
 F = np.float32
-TILE = 64
 HEADS_A_CHUNK = 4
+"""Query heads that share one widening of a cell, at least."""
 
 
 @njit(error_model="numpy")
-def _cell(entry, blocks, n_blocks, block, tail_start):
-    """Position of list entry number `entry`."""
-    if block == 0:
-        return tail_start + entry
-    if entry < n_blocks * block:
-        return blocks[entry // block] * block + entry % block
-    return tail_start + entry - n_blocks * block
+def _list_places(places, base, entries, blocks, n_blocks, block, tail_start, Hkv, kv):
+    """places[e] = row of list entry base + e in the cache, of the last entry behind the end."""
+    listed = n_blocks * block
+    in_blocks = max(0, min(listed - base, places.size))
+    n, k = 0, base // max(block, 1)
+    offset = base - k * block
+    while n < in_blocks:
+        first = blocks[k] * block
+        while offset < block and n < in_blocks:
+            places[n] = (first + offset) * Hkv + kv
+            n, offset = n + 1, offset + 1
+        k, offset = k + 1, 0
+    for e in range(n, places.size):
+        places[e] = (tail_start + min(base + e, entries - 1) - listed) * Hkv + kv
 
 
 @chunk
@@ -50,19 +59,16 @@ def qsa_attend(a, k, n_chunks):
 
     Record: q, q_gate, y, pos, k cells slot, k scales slot or 0, v cells slot, v scales slot or 0, blocks or 0, H, Hkv,
     dh, block, budget, 1/sqrt(dh) (a float32 argument), error, layer, splits of a KV head's query heads,
-    address of the first cell for block 0, or 0.
+    address of the first cell for block 0, or 0. dh is a multiple of 16.
     """
     p = i64_view(a, 19)
     H, Hkv, dh, block, budget, splits = p[9], p[10], p[11], p[12], p[13], p[17]
-    scale = ldf32(a + 8 * 14)
     t, rest = k // (Hkv * splits), k % (Hkv * splits)
     kv, split = rest // splits, rest % splits
     group = H // Hkv
     first, last = split * group // splits, (split + 1) * group // splits
-    heads, head0 = last - first, kv * group + first
+    heads, head0 = last - first, t * H + kv * group + first
     n = ld64(p[3]) + t + 1
-    k_scales = ld64(p[5]) if p[5] != 0 else 0
-    v_scales = ld64(p[7]) if p[7] != 0 else 0
     blocks = i32_view(p[8] + t * budget * 4, max(budget, 1))
     n_blocks, entries, tail_start = 0, n, 0
     if block == 0:
@@ -75,65 +81,69 @@ def qsa_attend(a, k, n_chunks):
         tail_start = n // block * block
         n_blocks = min(budget, n // block)
         entries = n_blocks * block + n - tail_start
-    lanes = lanes_of(dh, HEAD_LANES)
-    acc, row = np.empty(HEAD_LANES, np.float32), np.empty(dh, np.float32)
-    s, sums = np.empty((heads, TILE), np.float32), np.empty(TILE, np.float32)
-    o, o_tile = np.empty((heads, dh), np.float32), np.empty((heads, dh), np.float32)
+    int8 = p[5] != 0
+    k_cells, v_cells = ld64(p[4]), ld64(p[6])
+    k_scales, v_scales = (ld64(p[5]), ld64(p[7])) if int8 else (0, 0)
+    q, places = p[0] + head0 * dh * 4, np.empty(TILE + AHEAD, np.int64)
+    # Floats: weights, spare room of the scores, o; per head m and l so far, of the tile, and factors of the merge.
+    space = np.empty(heads * (TILE + 256 + dh) + 2 * dh + 16, np.float32)
+    weights = (space.ctypes.data + 63) & -64
+    o = weights + heads * TILE * 4
+    spare = o + heads * dh * 4
     m, l = np.empty(heads, np.float32), np.empty(heads, np.float32)
     m_tile, l_tile = np.empty(heads, np.float32), np.empty(heads, np.float32)
-    fine = True
+    old, new = np.empty(heads, np.float32), np.empty(heads, np.float32)
+    worst = np.zeros(1, np.int32)
     for base in range(0, entries, TILE):
         width = min(TILE, entries - base)
-        for e in range(width):
-            cell = _cell(base + e, blocks, n_blocks, block, tail_start)
-            load_head(ld64(p[4]), k_scales, cell * Hkv + kv, row, dh)
+        _list_places(places, base, entries, blocks, n_blocks, block, tail_start, Hkv, kv)
+        at = places.ctypes.data
+        if int8:
+            scores_of("i8", q, heads, dh, k_cells, k_scales, at, width, a + 8 * 14, spare, weights, 4 * TILE)
+        else:
+            scores_of("f16", q, heads, dh, k_cells, 0, at, width, a + 8 * 14, spare, weights, 4 * TILE)
+        softmax_tile(weights, heads, width, m_tile.ctypes.data, l_tile.ctypes.data, worst.ctypes.data)
+        factors = 0
+        if base == 0:
+            m[:] = m_tile
+            l[:] = l_tile
+        else:
+            factors = new.ctypes.data
             for h in range(heads):
-                q = f32_view(p[0] + (t * H + head0 + h) * dh * 4, dh)
-                s[h, e] = dot_lanes(q, row, dh, lanes, acc) * scale
-                fine = fine and is_finite(s[h, e])
-        for h in range(heads):
-            top = s[h, 0]
-            for e in range(1, width):
-                top = max(top, s[h, e])
-            for e in range(TILE):
-                s[h, e] = exp32(s[h, e] - top) if e < width else F(0)
-                sums[e] = s[h, e]
-            m_tile[h], l_tile[h] = top, tree(sums, TILE)
-            for i in range(dh):
-                o_tile[h, i] = F(0)
-        for e in range(width):
-            cell = _cell(base + e, blocks, n_blocks, block, tail_start)
-            load_head(ld64(p[6]), v_scales, cell * Hkv + kv, row, dh)
-            for h in range(heads):
-                weight = s[h, e]
-                for i in range(dh):
-                    o_tile[h, i] = fma32(weight, row[i], o_tile[h, i])
-        for h in range(heads):
-            if base == 0:
-                m[h], l[h] = m_tile[h], l_tile[h]
-                for i in range(dh):
-                    o[h, i] = o_tile[h, i]
-                continue
-            top = max(m[h], m_tile[h])
-            old, new = exp32(m[h] - top), exp32(m_tile[h] - top)
-            m[h] = top
-            l[h] = fma32(l_tile[h], new, l[h] * old)
-            for i in range(dh):
-                o[h, i] = fma32(o_tile[h, i], new, o[h, i] * old)
+                top = max(m[h], m_tile[h])
+                old[h], new[h] = exp32(m[h] - top), exp32(m_tile[h] - top)
+                m[h], l[h] = top, fma32(l_tile[h], new[h], l[h] * old[h])
+        if int8:
+            weigh_tile("i8", weights, heads, width, dh, v_cells, v_scales, at, old.ctypes.data, factors, o)
+        else:
+            weigh_tile("f16", weights, heads, width, dh, v_cells, 0, at, old.ctypes.data, factors, o)
+    fine = worst[0] < 0x7F800000
     for h in range(heads):
-        gate = f32_view(p[1] + ((t * H + head0 + h) * 2 + 1) * dh * 4, dh)
-        y = f32_view(p[2] + (t * H + head0 + h) * dh * 4, dh)
+        sums = f32_view(o + h * dh * 4, dh)
+        gate = f32_view(p[1] + ((head0 + h) * 2 + 1) * dh * 4, dh)
+        y = f32_view(p[2] + (head0 + h) * dh * 4, dh)
+        total = l[h]
         for i in range(dh):
-            y[i] = (o[h, i] / l[h]) * sigmoid32(gate[i])
+            y[i] = (sums[i] / total) * sigmoid32(gate[i])
         # An infinite gate would end as a finite sigmoid.
         fine = fine and all_finite(y) and all_finite(gate)
     if not fine:
         report(p[15], NOT_FINITE, p[16], t)
+    space[0] = F(0)  # the last use: what lies at its address lives as long
+
+
+def attend_splits(T: int, H: int, Hkv: int, threads: int) -> int:
+    """Chunks that the query heads of one KV head are cut into: two a thread, if cells are not widened too often."""
+    group = H // Hkv
+    wanted = -(-2 * threads // (T * Hkv)) if threads > 1 else 1
+    heads = max(HEADS_A_CHUNK, group // wanted // HEADS_A_CHUNK * HEADS_A_CHUNK)
+    return -(-group // heads)
 
 
 def lower_qsa_attend(c: Lowering, op: Op) -> None:
     k = op.consts
-    splits = -(-(k["H"] // k["Hkv"]) // HEADS_A_CHUNK)
+    need(k["dh"] % LANES == 0, "attention heads have an odd size", found=k["dh"], needed=f"a multiple of {LANES}")
+    splits = attend_splits(c.T, k["H"], k["Hkv"], c.threads)
     scale = float(np.float32(1) / np.sqrt(np.float32(k["dh"])))
     c.parallel(c.T * k["Hkv"] * splits, qsa_attend, c.at(op, "q"), c.at(op, "q_gate"), c.at(op, "y"), c.at(op, "pos"),
                c.slot(op, "k"), c.slot(op, "k_scales"), c.slot(op, "v"), c.slot(op, "v_scales"), c.at(op, "blocks"),

@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numba import njit
 
+from strata.base.errors import need
 from strata.base.program import NOT_FINITE
 from strata.cpu.compiled import chunk
 from strata.cpu.error_word import report
 from strata.cpu.float_bits import f32_bits
-from strata.cpu.float_sums import HEAD_LANES, all_finite, dot_lanes, lanes_of
+from strata.cpu.float_sums import all_finite
+from strata.cpu.float_vectors import LANES
+from strata.cpu.head_vectors import scores_of
 from strata.cpu.machine_code import f32_view, i32_view, i64_view, ld64
 
 if TYPE_CHECKING:
@@ -25,22 +28,27 @@ if TYPE_CHECKING:
 
 F = np.float32
 I = np.int32
+PART = 256
+"""Blocks scored at a time."""
 
 
 @njit(error_model="numpy")
 def score_blocks(q, keys, scores, heads, dim, n):
-    """scores[b] for b < n; q and keys are addresses of (heads, dim) and (n, dim) float32."""
-    lanes = lanes_of(dim, HEAD_LANES)
-    acc = np.empty(HEAD_LANES, np.float32)
-    for b in range(n):
-        key = f32_view(keys + b * dim * 4, dim)
-        total = F(0)
+    """scores[b] for b < n; q and keys are addresses of (heads, dim) and (n, dim) float32, dim a multiple of 16."""
+    by_head, spare = np.empty((heads, PART), np.float32), np.empty(heads * 256 + 2 * dim, np.float32)
+    one = np.ones(1, np.float32)
+    for base in range(0, n, PART):
+        width = min(PART, n - base)
+        scores_of("f32", q, heads, dim, keys + base * dim * 4, 0, 0, width, one.ctypes.data, spare.ctypes.data,
+                  by_head.ctypes.data, 4 * PART)  # fmt: skip
+        for b in range(width):
+            scores[base + b] = F(0)
         for h in range(heads):
-            s = dot_lanes(f32_view(q + h * dim * 4, dim), key, dim, lanes, acc)
-            total = total + (s if s > F(0) else F(0))
-            if s != s:
-                total = s
-        scores[b] = total
+            for b in range(width):
+                s = by_head[h, b]
+                total = scores[base + b] + (s if s > F(0) else F(0))
+                scores[base + b] = total if s == s else s
+    spare[0] = by_head[0, 0] = F(0)  # the last use: what lies at their addresses lives as long
 
 
 @njit(error_model="numpy")
@@ -102,5 +110,6 @@ def qsa_select(a, t, T):
 
 def lower_qsa_select(c: Lowering, op: Op) -> None:
     k = op.consts
+    need(k["dim"] % LANES == 0, "indexer heads have an odd size", found=k["dim"], needed=f"a multiple of {LANES}")
     c.parallel(c.T, qsa_select, c.at(op, "iq"), c.slot(op, "keys"), c.at(op, "pos"), c.at(op, "blocks"), k["heads"],
                k["dim"], k["block"], k["budget"], c.error, op.layer)  # fmt: skip

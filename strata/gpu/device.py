@@ -35,6 +35,9 @@ class Device(Protocol):
     def download(self, address: int, array: np.ndarray) -> None:
         """Copy into a contiguous array, after everything queued before."""
 
+    def clear(self, address: int, n_bytes: int) -> None:
+        """Zero bytes on the device, in order with what was queued before."""
+
     def run(self, launches: Sequence[Launch]) -> None:
         """Queue launches one by one."""
 
@@ -78,6 +81,7 @@ class CupyDevice:
         self.stream = cp.cuda.Stream(non_blocking=True)
         self.limit_bytes, self.taken_bytes = limit_bytes, 0
         self._functions: dict[tuple[Source, str], Any] = {}
+        self._side_streams: list[Any] = []
         self._kept: list[Any] = []
 
     # ---- memory
@@ -88,9 +92,13 @@ class CupyDevice:
         room = free if self.limit_bytes is None else min(free, self.limit_bytes - self.taken_bytes)
         if n_bytes > room:
             raise DoesNotFit("the device has too little memory left", found=f"{room} bytes", needed=f"{n_bytes} bytes")
-        memory = self._cupy.cuda.Memory(n_bytes)
-        self._runtime.memsetAsync(memory.ptr, 0, n_bytes, self.stream.ptr)
+        try:
+            memory = self._cupy.cuda.Memory(n_bytes)
+        except (self._runtime.CUDARuntimeError, MemoryError) as error:
+            found = f"{free} bytes, in pieces: {error}"
+            raise DoesNotFit("the device refuses memory", found=found, needed=f"{n_bytes} bytes") from error
         self._kept.append(memory)
+        self.clear(int(memory.ptr), n_bytes)
         self.taken_bytes += n_bytes
         return int(memory.ptr)
 
@@ -113,6 +121,10 @@ class CupyDevice:
         if array.nbytes:
             self._runtime.memcpyAsync(array.ctypes.data, address, array.nbytes, 2, self.stream.ptr)
         self.stream.synchronize()
+
+    def clear(self, address: int, n_bytes: int) -> None:
+        if n_bytes:
+            self._runtime.memsetAsync(address, 0, n_bytes, self.stream.ptr)
 
     # ---- launches
 
@@ -143,17 +155,48 @@ class CupyDevice:
 
     def graph(self, launches: Sequence[Launch]) -> Callable[[], None]:
         prepared = self._prepare(launches)  # loading a module is not allowed while a stream is captured
+        most = max((launch.branch for launch in launches), default=0)
+        while len(self._side_streams) < most:
+            self._side_streams.append(self._cupy.cuda.Stream(non_blocking=True))
         self.stream.synchronize()
         with self.stream:
             self.stream.begin_capture()
             try:
-                for function, launch in prepared:
-                    function(launch.grid, launch.block, launch.args, launch.shared_bytes, self.stream)
+                self._queue(prepared)
             finally:
                 graph = self.stream.end_capture()
             graph.upload(self.stream)
         self._kept.append(graph)
         return lambda: graph.launch(self.stream)
+
+    def _queue(self, prepared: list[tuple[Any, Launch]]) -> None:
+        """Queue launches while a graph is captured: branches of a fork on streams of their own."""
+        fork, waiting, start = 0, set(), None
+        for function, launch in prepared:
+            if launch.fork != fork:
+                self._join(waiting)
+                fork, start = launch.fork, None
+                if fork:
+                    start = self._cupy.cuda.Event(disable_timing=True)
+                    start.record(self.stream)
+                    self._kept.append(start)
+            stream = self.stream
+            if launch.branch:
+                stream = self._side_streams[launch.branch - 1]
+                if launch.branch not in waiting:
+                    stream.wait_event(start)
+                    waiting.add(launch.branch)
+            function(launch.grid, launch.block, launch.args, launch.shared_bytes, stream)
+        self._join(waiting)
+
+    def _join(self, branches: set[int]) -> None:
+        """The main stream waits for side streams."""
+        for branch in sorted(branches):
+            end = self._cupy.cuda.Event(disable_timing=True)
+            end.record(self._side_streams[branch - 1])
+            self.stream.wait_event(end)
+            self._kept.append(end)
+        branches.clear()
 
     def synchronize(self) -> None:
         self.stream.synchronize()

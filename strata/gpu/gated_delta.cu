@@ -95,6 +95,8 @@ DEVICE void delta_rule(const Convolution &source, float *conv, float *decay, flo
                 if (i >= 2 * dk || h < Hk) mixed[c] = x;
                 fine = fine && finite32(x);
             }
+            if (!fine) report(error, where - (1ull << 48), NOT_FINITE, row);  // the op before this one
+            fine = true;
             __syncthreads();
             row_q = own, row_k = own + dk, row_v = own + 2 * dk;
         }

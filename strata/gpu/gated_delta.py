@@ -62,17 +62,51 @@ def gdn_heads(
 
 
 def gdn_window(
-    qkv: int, w: int, history_slot: int, taps: int, conv: int, decay: int, beta: int, z: int, a: int, dt: int, norm: int,
-    state_slot: int, y: int, T: int, Hk: int, Hv: int, dk: int, dv: int, channels: int, eps: float, error: int,
+    qkv: int,
+    w: int,
+    history_slot: int,
+    taps: int,
+    conv: int,
+    decay: int,
+    beta: int,
+    z: int,
+    a: int,
+    dt: int,
+    norm: int,
+    state_slot: int,
+    y: int,
+    T: int,
+    Hk: int,
+    Hv: int,
+    dk: int,
+    dv: int,
+    channels: int,
+    eps: float,
+    error: int,
     where: np.uint64,
-) -> list[Launch]:  # fmt: skip
+) -> list[Launch]:
     """gdn_conv and gdn_heads of a window as one kernel; neither history nor state is written."""
     keys, threads, shared_bytes = _shape(dk, dv)
     need(Hv >= Hk, "value heads", found=Hv, needed=f"at least the {Hk} key heads")
     q_scale = np.float32(1) / np.sqrt(np.float32(dk))
     pointers = (conv, decay, beta, z, a, dt, norm, state_slot, y)
-    args = (pointer(qkv), pointer(w), pointer(history_slot), i32(taps), *map(pointer, pointers), i32(T), i32(Hk), i32(Hv),
-            i32(dk), i32(dv), i32(channels), f32(eps), q_scale, pointer(error), where)  # fmt: skip
+    args = (
+        pointer(qkv),
+        pointer(w),
+        pointer(history_slot),
+        i32(taps),
+        *map(pointer, pointers),
+        i32(T),
+        i32(Hk),
+        i32(Hv),
+        i32(dk),
+        i32(dv),
+        i32(channels),
+        f32(eps),
+        q_scale,
+        pointer(error),
+        where,
+    )
     return [launch(SOURCE, f"gdn_window<{keys}>", Hv, threads, *args, shared_bytes=shared_bytes)]
 
 

@@ -37,7 +37,11 @@ class Source:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch. grid and block count blocks and threads; shared_bytes is dynamic shared memory."""
+    """One kernel launch. grid and block count blocks and threads; shared_bytes is dynamic shared memory.
+
+    fork, branch  launches side by side in a list with the same fork (not 0) may run at the same time if their branches
+                  differ; those of one branch keep their order, and what follows the fork waits for all of them
+    """
 
     source: Source
     kernel: str
@@ -45,6 +49,8 @@ class Launch:
     block: tuple[int, int, int]
     args: tuple[np.generic, ...]
     shared_bytes: int = 0
+    fork: int = 0
+    branch: int = 0
 
     def __post_init__(self) -> None:
         need(self.kernel in self.source.instances, f"{self.source.file} has no instance {self.kernel}",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -37,6 +38,7 @@ class Lowering:
         self._made_here: set[tuple[str, int]] = set()
         self.added_before: Op | None = None  # an hc_add that the next hc_norm does
         self.convolution_before: Op | None = None  # a gdn_conv that the next gdn_heads does
+        self._fork, self._branch = 0, -1
         self.squeezed_before = False  # the product before an hc_squeeze has done it
 
     def run(self, table: dict[str, Callable[[Lowering, Op], None]]) -> Lowering:
@@ -60,6 +62,10 @@ class Lowering:
     def where(self, op: Op) -> np.uint64:
         return where(self.index, op.layer)
 
+    def where_next(self) -> np.uint64:
+        """For what a kernel does in place of the next op."""
+        return where(self.index + 1, self.program.ops[self.index + 1].layer)
+
     def at(self, op: Op, port: str) -> int:
         """Address of a buffer, 0 if the op has no such port."""
         return self.memory.address(op.buffers[port]) if port in op.buffers else 0
@@ -76,8 +82,22 @@ class Lowering:
         return self.memory.scratch(name, n_bytes)
 
     def add(self, launches: list[Launch]) -> None:
+        if self._branch >= 0:
+            launches = [replace(one, fork=self._fork, branch=self._branch) for one in launches]
         self.launches += launches
         self.op_of_launch += [self.index] * len(launches)
+
+    def branch(self) -> None:
+        """What is added from here on may run beside what the last call's branch adds, until `join`."""
+        if not self.fuse:
+            return
+        if self._branch < 0:
+            self._fork += 1
+        self._branch += 1
+
+    def join(self) -> None:
+        """What is added from here on waits for all branches."""
+        self._branch = -1
 
     # ---- activations
 
@@ -94,6 +114,7 @@ class Lowering:
         """Activations of a buffer's rows; quantises them on first use."""
         key = (buffer, group)
         if key not in self._activations:
+            assert self._branch < 0, "branches that share activations need them made before the fork"
             made = self.place_activations(buffer, K, group, rows)
             self.add(quantise(self.memory.address(buffer), made, self.error, self.where(op)))
         return self._activations[key]

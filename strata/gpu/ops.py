@@ -11,7 +11,7 @@ from strata.gpu import gated_delta, hyper_connection, ngram_mix, qsa_append, qsa
 from strata.gpu import router as routers
 from strata.gpu.activations import quantise, squeeze
 from strata.gpu.embed import embed, tables
-from strata.gpu.experts_op import lower_experts, product
+from strata.gpu.experts_op import lower_experts, multiply
 from strata.gpu.float_gemv import FloatMatrix, float_gemv
 from strata.gpu.lower import Lowering
 from strata.gpu.qsa_append import KvSlots
@@ -85,12 +85,15 @@ def _hc_mix(c: Lowering, op: Op) -> None:
 def _linear(c: Lowering, op: Op) -> None:
     T, x = c.T * op.consts["rows"], op.buffers["x"]
     floats: list[FloatMatrix] = []
-    columns = 0
-    for i in range(op.consts["n"]):
-        m, y = c.weights.matrix(op.buffers[f"w{i}"]), c.at(op, f"y{i}")
-        columns = m.columns
+    matrices = [c.weights.matrix(op.buffers[f"w{i}"]) for i in range(op.consts["n"])]
+    columns = matrices[0].columns
+    for group in sorted({m.format.group for m in matrices} - {0}):
+        c.activations(op, x, columns, group, T)
+    for i, m in enumerate(matrices):
+        y = c.at(op, f"y{i}")
         if m.format.group:
-            product(c, op, m, x, T, y)
+            c.branch()
+            multiply(c, op, m, x, T, y)
         else:
             following = c.next_op()
             squeezed = (
@@ -102,7 +105,10 @@ def _linear(c: Lowering, op: Op) -> None:
             c.squeezed_before = c.squeezed_before or squeezed
             floats.append(FloatMatrix(m.format.name, m.address, m.rows, y, following.consts["C"] if squeezed else 0))
     if floats:
-        c.add(float_gemv(c.memory.address(x), T, columns, floats, c.error, c.where(op)))
+        c.branch()
+        where = c.where_next() if floats[0].squeeze else c.where(op)
+        c.add(float_gemv(c.memory.address(x), T, columns, floats, c.error, where))
+    c.join()
 
 
 def _gdn_conv(c: Lowering, op: Op) -> None:
@@ -147,7 +153,9 @@ def _cells(c: Lowering, op: Op) -> KvSlots:
 
 
 def _qsa_append(c: Lowering, op: Op) -> None:
-    k = op.consts
+    k, following = op.consts, c.next_op()
+    if following is not None and following.kind == "qsa_index":
+        c.branch()  # the indexer and the selection run beside it, up to qsa_attend
     c.add(qsa_append.qsa_append(c.at(op, "q"), c.at(op, "k_in"), c.at(op, "v_in"), c.vector(op, "q_norm"),
                                 c.vector(op, "k_norm"), c.at(op, "q_out"), c.at(op, "pos"), c.at(op, "rope"),
                                 _cells(c, op), c.T, k["H"], k["Hkv"], k["dh"], k["rotary"], k["eps"], c.error,
@@ -156,6 +164,7 @@ def _qsa_append(c: Lowering, op: Op) -> None:
 
 def _qsa_index(c: Lowering, op: Op) -> None:
     k = op.consts
+    c.branch()
     c.add(
         qsa_append.qsa_index(
             c.at(op, "iq"),
@@ -203,6 +212,7 @@ def _qsa_select(c: Lowering, op: Op) -> None:
 
 def _qsa_attend(c: Lowering, op: Op) -> None:
     k = op.consts
+    c.join()
     size = qsa_attend.part_bytes(c.T, k["H"], k["dh"], c.context, k["block"], k["budget"])
     parts = c.scratch("qsa.parts", size)
     c.add(

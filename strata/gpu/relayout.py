@@ -74,10 +74,36 @@ def _permuted(shape: tuple[int, ...], axes: tuple[int, ...], bits: int) -> tuple
     return (lambda x: _transposed(x, shape, axes, bits)), (lambda x: _transposed(x, there_shape, _back(axes), bits))
 
 
-# Words of four bytes whose nibbles are (byte, half): first all low ones, then all high ones.
-_halves, _halves_back = _permuted((4, 2), (1, 0), 4)
-# Q2_0: 16 codes of a word (value // 4, value % 4) to (value % 4, value // 4).
-_quads, _quads_back = _permuted((4, 4), (1, 0), 2)
+
+
+def _by_word(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray], np.ndarray]:
+    """A function of uint32 words, on the bytes of the last axis."""
+    return lambda x: function(np.ascontiguousarray(x).view("<u4")).view(np.uint8)
+
+
+def _exchange(w: np.ndarray, shift: int, mask: int) -> np.ndarray:
+    """Swap the bits of `mask` with those `shift` places above them."""
+    t = (w ^ (w >> np.uint32(shift))) & np.uint32(mask)
+    return w ^ t ^ (t << np.uint32(shift))
+
+
+@_by_word
+def _halves(w: np.ndarray) -> np.ndarray:
+    """Words whose nibbles are (byte, half): first all low ones, then all high ones."""
+    return _exchange(_exchange(w, 4, 0x00F000F0), 8, 0x0000FF00)
+
+
+@_by_word
+def _halves_back(w: np.ndarray) -> np.ndarray:
+    return _exchange(_exchange(w, 8, 0x0000FF00), 4, 0x00F000F0)
+
+
+@_by_word
+def _quads(w: np.ndarray) -> np.ndarray:
+    """Q2_0: 16 codes of a word (value // 4, value % 4) to (value % 4, value // 4); its own inverse."""
+    return _exchange(_exchange(w, 6, 0x00CC00CC), 12, 0x0000F0F0)
+
+
 # Q5_0, Q5_1: 32 bits (half, thread, lane, byte) to (thread, byte, lane, half).
 _fifths, _fifths_back = _permuted((2, 2, 2, 4), (1, 3, 2, 0), 1)
 # Q5_K: bytes (thread, lane, byte) of bits (i // 2, h, i % 2) to words (h, thread) of bytes of bits (lane, i).
@@ -95,11 +121,6 @@ _minima_2, _minima_2_back = _permuted((2, 4, 2), (1, 0, 2), 4)
 # (h, u) x i.
 _lows_3, _lows_3_back = _permuted((4, 2, 2), (2, 1, 0), 4)
 _tops_3, _tops_3_back = _permuted((2, 2, 2, 2), (2, 1, 3, 0), 2)
-
-
-def _words(function: Callable, size: int) -> Callable:
-    """Apply a rearrangement to pieces of `size` bytes of the last axis."""
-    return lambda x: function(x.reshape(*x.shape[:-1], -1, size)).reshape(x.shape)
 
 
 def _same(x: np.ndarray) -> np.ndarray:
@@ -182,27 +203,23 @@ def _q2_k() -> Layout:
         parts = (_k_scales_back(s[1]), s[0].reshape(*lead, 64), s[2].reshape(*lead, 4))
         return np.concatenate(parts, -1).reshape(*lead, 1, 84)
 
-    return Layout(2, 1, ((8, 8), (4, 4), (1, 4)), split, join)
+    return Layout(1, 1, ((8, 8), (4, 4), (1, 4)), split, join)
 
 
-def _pairs_of(first: tuple[int, int], second: tuple[int, int], rest: tuple[_Part, ...]) -> Layout:
-    """A layout whose first section takes eight items from two runs of a block; the rest by parts."""
-    base = _by_parts(2, 1, rest)
-    widths = [(b - a) // 8 for a, b in (first, second)]
+def _iq2_s() -> Layout:
+    """Indices beside their signs, high bits beside their scales."""
 
     def split(raw: np.ndarray) -> Arrays:
         lead = raw.shape[:2]
-        runs = [raw[..., a:b].reshape(*lead, 8, -1) for a, b in (first, second)]
-        return [np.concatenate(runs, -1), *base.split(raw)]
+        runs = [raw[..., a : a + n].reshape(*lead, 8, -1) for a, n in ((2, 32), (34, 32), (66, 8), (74, 8))]
+        return [np.concatenate(runs[:2], -1), np.concatenate(runs[2:], -1), raw[..., :2].reshape(*lead, 1, 2)]
 
-    def join(sections: Arrays) -> np.ndarray:
-        raw = base.join(sections[1:])
-        lead = raw.shape[:3]
-        raw[..., first[0] : first[1]] = sections[0][..., : widths[0]].reshape(*lead, -1)
-        raw[..., second[0] : second[1]] = sections[0][..., widths[0] :].reshape(*lead, -1)
-        return raw
+    def join(s: Arrays) -> np.ndarray:
+        lead = s[0].shape[:2]
+        parts = (s[2], s[0][..., :4], s[0][..., 4:], s[1][..., :1], s[1][..., 1:])
+        return np.concatenate([p.reshape(*lead, -1) for p in parts], -1).reshape(*lead, 1, 82)
 
-    return Layout(2, 1, ((8, sum(widths)), *base.sections), split, join)
+    return Layout(2, 1, ((8, 8), (8, 2), (1, 2)), split, join)
 
 
 def _small(
@@ -213,7 +230,7 @@ def _small(
     return _by_parts(2, blocks, (_Part(start, start + code_bytes, 8, *codes), *head))
 
 
-_CODEBOOK = (_words(_halves, 4), _words(_halves_back, 4))
+_CODEBOOK = (_halves, _halves_back)
 _Q5_BITS = (_fifths, _fifths_back)
 _Q5_BITS_INVERTED = (_then(_inverted, _fifths), _then(_fifths_back, _inverted))
 
@@ -222,11 +239,11 @@ LAYOUTS: dict[str, Layout] = {
     "Q4_1": _small(4, 16, (_Part(0, 4, 4),)),
     "IQ4_NL": _small(4, 16, (_Part(0, 2, 4),), _CODEBOOK),
     "MXFP4": _small(4, 16, (_Part(0, 1, 4),), _CODEBOOK),
-    "NVFP4": _small(2, 32, (_Part(0, 4, 8),), (_words(_halves, 4), _words(_halves_back, 4))),
+    "NVFP4": _small(2, 32, (_Part(0, 4, 8),), _CODEBOOK),
     "Q5_0": _by_parts(2, 4, (_Part(6, 22, 8), _Part(2, 6, 8, *_Q5_BITS_INVERTED), _Part(0, 2, 4))),
     "Q5_1": _by_parts(2, 4, (_Part(8, 24, 8), _Part(4, 8, 8, *_Q5_BITS), _Part(0, 4, 4))),
     "Q8_0": _small(2, 32, (_Part(0, 2, 2),)),
-    "Q2_0": _small(4, 16, (_Part(0, 2, 4),), (_words(_quads, 4), _words(_quads_back, 4))),
+    "Q2_0": _small(4, 16, (_Part(0, 2, 4),), (_quads, _quads)),
     "Q2_K": _q2_k(),
     "Q3_K": _by_parts(
         2,
@@ -258,7 +275,7 @@ LAYOUTS: dict[str, Layout] = {
         1,
         1,
         (
-            _Part(8, 136, 8, _then(_words(_halves, 4), _PAIR_ROWS[0]), _then(_PAIR_ROWS[1], _words(_halves_back, 4))),
+            _Part(8, 136, 8, _then(_halves, _PAIR_ROWS[0]), _then(_PAIR_ROWS[1], _halves_back)),
             _Part(0, 8, 1),
         ),
     ),
@@ -266,29 +283,95 @@ LAYOUTS: dict[str, Layout] = {
     "IQ2_XS": _by_parts(2, 1, (_Part(2, 66, 8), _Part(66, 74, 8), _Part(0, 2, 1))),
     "IQ3_XXS": _by_parts(2, 1, (_Part(2, 66, 8), _Part(66, 98, 8), _Part(0, 2, 1))),
     "IQ3_S": _by_parts(
-        2, 1, (_Part(2, 66, 8), _Part(74, 106, 8), _Part(66, 74, 8), _Part(106, 110, 1), _Part(0, 2, 1))
+        1, 1, (_Part(2, 66, 8), _Part(74, 106, 8), _Part(66, 74, 8), _Part(106, 110, 1), _Part(0, 2, 1))
     ),
     "IQ1_S": _by_parts(2, 1, (_Part(2, 34, 8), _Part(34, 50, 8), _Part(0, 2, 1))),
-    "IQ1_M": _by_parts(2, 1, (_Part(0, 32, 8), _Part(32, 48, 8), _Part(48, 56, 1))),
+    "IQ2_S": _iq2_s(),
+    "IQ1_M": _by_parts(1, 1, (_Part(0, 32, 8), _Part(32, 48, 8), _Part(48, 56, 1))),
 }
 
 
-def _iq2_s() -> Layout:
-    """Indices with their signs, high bits with their scales."""
-    codes = _pairs_of((2, 34), (34, 66), (_Part(0, 2, 1),))
-    bits = _pairs_of((66, 74), (74, 82), (_Part(0, 2, 1),))
-
-    def split(raw: np.ndarray) -> Arrays:
-        first, d = codes.split(raw)
-        return [first, bits.split(raw)[0], d]
-
-    def join(s: Arrays) -> np.ndarray:
-        raw = np.concatenate([codes.join([s[0], s[2]]), np.empty((*s[0].shape[:2], 1, 16), np.uint8)], -1)
-        raw[..., 66:74] = s[1][..., None, :, 0]
-        raw[..., 74:82] = s[1][..., None, :, 1]
-        return raw
-
-    return Layout(2, 1, ((8, 8), (8, 2), (1, 2)), split, join)
+# ---- whole matrices
 
 
-LAYOUTS["IQ2_S"] = _iq2_s()
+def row_block_bytes(format: BlockFormat, K: int) -> int:
+    """Device bytes of four rows of K values."""
+    return -(-ROWS * format.row_bytes(K) // 16) * 16
+
+
+def relayout_bytes(format: BlockFormat, rows: int, K: int) -> int:
+    """Device bytes of a (rows, K) matrix."""
+    _layout(format)
+    return -(-rows // ROWS) * row_block_bytes(format, K)
+
+
+def _layout(format: BlockFormat) -> Layout:
+    layout = LAYOUTS.get(format.name)
+    need(layout is not None, f"{format.name} has no device layout", needed="a quantised format", advice="use float_gemv")
+    return layout
+
+
+def _pieces(layout: Layout, n_blocks: int) -> list[tuple[int, int, int]]:
+    """(first step, steps, blocks of a step) of the chunks together and of every step left over."""
+    chunks = n_blocks // (layout.steps * layout.blocks)
+    out = [(0, chunks * layout.steps, layout.blocks)] if chunks else []
+    for step in range(chunks * layout.steps, -(-n_blocks // layout.blocks)):
+        out.append((step, 1, min(layout.blocks, n_blocks - step * layout.blocks)))
+    return out
+
+
+def relayout(format: BlockFormat, raw: np.ndarray) -> np.ndarray:
+    """raw uint8 (rows, row_bytes) as in the file -> uint8 (relayout_bytes,) as on the device."""
+    layout = _layout(format)
+    need(
+        raw.dtype == np.uint8 and raw.ndim == 2 and raw.shape[1] % format.block_bytes == 0 and raw.size > 0,
+        f"not rows of {format.name} blocks",
+        found=f"{raw.dtype} {raw.shape}",
+        needed=f"uint8 (rows, n * {format.block_bytes})",
+    )
+    rows, n_blocks = raw.shape[0], raw.shape[1] // format.block_bytes
+    steps, quads = -(-n_blocks // layout.blocks), -(-rows // ROWS)
+    whole = raw
+    if rows % ROWS or n_blocks % layout.blocks:
+        whole = np.zeros((quads * ROWS, steps * layout.blocks * format.block_bytes), np.uint8)
+        whole[:rows, : raw.shape[1]] = raw
+    sections = layout.split(whole.reshape(quads * ROWS, steps, layout.blocks, format.block_bytes))
+    out = np.zeros((quads, row_block_bytes(format, n_blocks * format.block_values)), np.uint8)
+    at = 0
+    for first, n, blocks in _pieces(layout, n_blocks):
+        side = layout.steps if first == 0 and n > 1 else 1  # steps side by side in an item
+        parts = []
+        for (items, n_bytes), s in zip(layout.sections, sections, strict=True):
+            used = items * blocks // layout.blocks
+            piece = s[:, first : first + n, :used].reshape(quads, ROWS, n // side, side, used, n_bytes)
+            parts.append(piece.transpose(0, 2, 1, 4, 3, 5).reshape(quads, n // side, -1))
+        piece = np.concatenate(parts, -1).reshape(quads, -1)
+        out[:, at : at + piece.shape[1]] = piece
+        at += piece.shape[1]
+    return out.reshape(-1)
+
+
+def restore(format: BlockFormat, relaid: np.ndarray, rows: int, K: int) -> np.ndarray:
+    """Inverse of relayout: uint8 (relayout_bytes,) -> (rows, row_bytes)."""
+    layout = _layout(format)
+    need(relaid.dtype == np.uint8 and relaid.size == relayout_bytes(format, rows, K), f"not a {format.name} matrix",
+         found=f"{relaid.dtype} {relaid.shape}", needed=f"uint8, {relayout_bytes(format, rows, K)} bytes")  # fmt: skip
+    n_blocks = K // format.block_values
+    steps, quads = -(-n_blocks // layout.blocks), -(-rows // ROWS)
+    data = relaid.reshape(quads, -1)
+    sections = [np.zeros((quads * ROWS, steps, *shape), np.uint8) for shape in layout.sections]
+    at = 0
+    for first, n, blocks in _pieces(layout, n_blocks):
+        side = layout.steps if first == 0 and n > 1 else 1
+        sizes = [ROWS * side * items * blocks // layout.blocks * n_bytes for items, n_bytes in layout.sections]
+        whole = data[:, at : at + n // side * sum(sizes)].reshape(quads, n // side, sum(sizes))
+        at += n // side * sum(sizes)
+        start = 0
+        for (items, n_bytes), size, s in zip(layout.sections, sizes, sections, strict=True):
+            used = items * blocks // layout.blocks
+            piece = whole[..., start : start + size].reshape(quads, n // side, ROWS, used, side, n_bytes)
+            piece = piece.transpose(0, 2, 1, 4, 3, 5).reshape(quads * ROWS, n, used, n_bytes)
+            s[:, first : first + n, :used] = piece
+            start += size
+    raw = layout.join(sections).reshape(quads * ROWS, -1)
+    return np.ascontiguousarray(raw[:rows, : format.row_bytes(K)])

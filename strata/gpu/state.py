@@ -69,7 +69,7 @@ class DeviceState:
 
     def clear(self) -> None:
         """Back to an empty session; cells need no clearing, they are written before they are read."""
-        self.recurrent[:] = 0
+        self._device.clear(self.recurrent.address, self.recurrent.nbytes)
         self.rows = 0
 
     def n_bytes(self, role: str) -> int:

@@ -69,7 +69,8 @@ def drafting_facts(speculators: Sequence[Speculator]) -> dict[str, Any] | None:
     """What the speculators of a model did altogether, and what their policy knows; None without any.
 
     Beside the fields of `Tally.summary`: drafters, why a user's drafter was switched_off (or None), window_ms of
-    T = 1..8 rows and one_draft_ms as expected now (0.0 before the first window), probe_share of all time so far.
+    T = 1..8 rows, one_draft_ms and asking_ms (the rest of a round with drafts) as expected now, 0.0 before they are
+    known, and probe_share of all time so far.
     """
     if not speculators:
         return None
@@ -83,6 +84,7 @@ def drafting_facts(speculators: Sequence[Speculator]) -> dict[str, Any] | None:
         "switched_off": None if guard is None else guard.disabled,
         "window_ms": [policy.window_ms(T) for T in range(1, WINDOW_ROWS + 1)],
         "one_draft_ms": policy.draft_ms if own else 0.0,
+        "asking_ms": policy.asking_ms,
         "probe_share": policy.probe_ms / policy.total_ms if policy.total_ms > 0 else 0.0,
     }
 
@@ -92,6 +94,7 @@ class Proposed:
     """A round's drafts: all that were made, and the tokens that go into the window with their sources.
 
     draft_ms   the drafter's time         asking_ms  lookup's and the policy's time
+    late_ms    part of draft_ms that went into rows of earlier rounds without drafts
     asked      whether the policy was asked at all
     """
 
@@ -101,12 +104,13 @@ class Proposed:
     distributions: tuple = ()
     draft_ms: float = 0.0
     asking_ms: float = 0.0
+    late_ms: float = 0.0
     asked: bool = True
 
 
 NOTHING = Proposed(asked=False)
 
-ASKING_SHARE = 0.005
+ASKING_SHARE = 0.006
 """Part of the time that asking lookup and policy may take in stretches where they draft nothing."""
 
 LONGEST_REST = 64
@@ -116,9 +120,9 @@ LONGEST_REST = 64
 class Speculator:
     """Drafts of one session under a policy that the whole model shares.
 
-    Asking is Python and takes a fraction of a millisecond. That is nothing beside a large model's window and much beside
-    a small one's, so it counts as a cost: it is added to the time of windows with drafts, and while nothing is drafted,
-    rounds are skipped, 1, 2, 4, ... at a time, until asking takes ASKING_SHARE of the time.
+    Asking is Python and takes a fraction of a millisecond. That is nothing beside a large model's window and much
+    beside a small one's, so it counts as a cost: the policy adds it to the time of windows with drafts, and while
+    nothing is drafted, rounds are skipped, 1, 3, 7, ... at a time, until asking takes ASKING_SHARE of the time.
 
     total   what drafting did since the session's memory was made
     guard   a user's own drafter, or None: then the session's draft layer is used, if it has one
@@ -129,7 +133,7 @@ class Speculator:
         self.lookup = SuffixLookup()
         self.total = Tally()
         self._known = np.zeros(0, np.int32)
-        self._judging_ms = self._asking_ms = 0.0  # running means: of learning from a round, of asking and learning
+        self._asking_ms = 0.0  # running mean, learning from the round included
         self._wake_up()
 
     def _wake_up(self) -> None:
@@ -171,15 +175,19 @@ class Speculator:
         found = self.lookup.propose(room)
         choice = self.policy.choose(RoundFacts(room, can, stepwise, len(found.tokens), found.match_length))
         drafts = [Draft(found.tokens, None, "lookup", found.match_length)] if found.tokens else []
-        tokens, sources, draft_ms = found.tokens[: choice.n_lookup], ("lookup",) * choice.n_lookup, 0.0
+        tokens, sources = found.tokens[: choice.n_lookup], ("lookup",) * choice.n_lookup
+        draft_ms = late_ms = 0.0
         if choice.n_drafts:
             asked = time.perf_counter()
+            if stepwise and mtp.behind > WINDOW_ROWS:
+                mtp.catch_up(self.session.state)
+                late_ms = (time.perf_counter() - asked) * 1e3
             made = self._ask(pending, choice.n_drafts)
             draft_ms = (time.perf_counter() - asked) * 1e3
             drafts.append(made)
             tokens, sources = self._settle(made, room, drafts)
         asking_ms = (time.perf_counter() - began) * 1e3 - draft_ms
-        return Proposed(tuple(drafts), tokens, sources, (None,) * len(tokens), draft_ms, asking_ms)
+        return Proposed(tuple(drafts), tokens, sources, (None,) * len(tokens), draft_ms, asking_ms, late_ms)
 
     def _ask(self, pending: int, n: int) -> Draft:
         if self.guard is not None:
@@ -190,8 +198,8 @@ class Speculator:
         return Draft(tuple(tokens), tuple(probabilities), "mtp") if tokens else NO_DRAFT
 
     def _settle(self, made: Draft, room: int, drafts: list[Draft]) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """Tokens of the window and their sources, once the drafter has made its drafts. What is looked up behind them is
-        added to `drafts`."""
+        """Tokens of the window and their sources, once the drafter has made its drafts. What is looked up behind them
+        is added to `drafts`."""
         if not made.tokens:
             return (), ()
         more = self.lookup.propose(room - len(made.tokens), after=made.tokens)
@@ -204,23 +212,26 @@ class Speculator:
 
     def observe(self, proposed: Proposed, ms: float, committed: list[int], tally: Tally) -> None:
         """Learn from a round: its milliseconds without the drafter's, and the tokens it committed."""
-        for counted in (tally, self.total):
-            counted.window(proposed.sources, len(committed), proposed.draft_ms)
-        if not proposed.asked:
+        if not proposed.asked:  # one row, one token
+            tally.committed[1] += 1
+            self.total.committed[1] += 1
             self._skipped += committed
             self._skipped_ms += ms
             return
+        for counted in (tally, self.total):
+            counted.window(proposed.sources, len(committed), proposed.draft_ms)
         began = time.perf_counter()
-        # Without drafts, asking is what is skipped next; with drafts it is part of what they cost.
         idle = not proposed.tokens and proposed.draft_ms == 0.0
-        window_ms = max(ms - proposed.asking_ms, 1e-6) if idle else ms + self._judging_ms
-        self.policy.observe(
-            Outcome(1 + len(proposed.tokens), window_ms, proposed.draft_ms, committed, proposed.drafts)
-        )
         self.lookup.extend(committed)
         judging_ms = (time.perf_counter() - began) * 1e3
-        self._judging_ms = _follow(self._judging_ms, judging_ms)
+        self.policy.observe(
+            Outcome(1 + len(proposed.tokens), max(ms - proposed.asking_ms, 1e-6), proposed.draft_ms - proposed.late_ms,
+                    committed, proposed.drafts, proposed.late_ms + proposed.asking_ms + judging_ms)
+        )  # fmt: skip
+        judging_ms = (time.perf_counter() - began) * 1e3
         self._asking_ms = _follow(self._asking_ms, judging_ms + proposed.asking_ms)
+        if not idle:
+            self.policy.asking_ms = _follow(self.policy.asking_ms, judging_ms + proposed.asking_ms)
         self._last_rest = self._rest = self._rest_after(self._last_rest) if idle else 0
 
     def _rest_after(self, last: int) -> int:

@@ -52,7 +52,7 @@ class MtpDrafter:
         self._backend, self._vocabulary = backend, vocabulary
         # rings addressed by position: streams of the last rows, and the tokens after them
         self._x = np.zeros((RING_ROWS, stream_values), np.float32)
-        self._tokens = np.zeros(RING_ROWS, np.int32)
+        self._tokens = [0] * RING_ROWS
         self._chain = np.zeros(stream_values, np.float32)
         self.clear()
 
@@ -75,7 +75,7 @@ class MtpDrafter:
             if self._done == rows and token != self._drafted_after:
                 self._done -= 1
         for j in range(n - 1):
-            self._tokens[(rows + j) % RING_ROWS] = tokens[j + 1]
+            self._tokens[(rows + j) % RING_ROWS] = int(tokens[j + 1])
         for j in range(n):
             self._x[(rows + j) % RING_ROWS] = x[j]
         self._rows = rows = rows + n
@@ -84,12 +84,18 @@ class MtpDrafter:
         if eager:
             self.catch_up(state)
 
+    @property
+    def behind(self) -> int:
+        """Cells that `catch_up` has to store."""
+        return max(0, self._rows - 1 - self._done)
+
     def catch_up(self, state: State) -> None:
         """Store the cells whose token is known."""
         while self._done < self._rows - 1:
             at = self._done % RING_ROWS
             n = min(WINDOW_ROWS, self._rows - 1 - self._done, RING_ROWS - at)
-            self._backend.draft_append(state, self._x[at : at + n], self._tokens[at : at + n], self._done)
+            tokens = np.array(self._tokens[at : at + n], np.int32)
+            self._backend.draft_append(state, self._x[at : at + n], tokens, self._done)
             self._done += n
 
     def propose(

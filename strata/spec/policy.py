@@ -85,6 +85,8 @@ class Outcome:
     drafts     every Draft made this round, verified or not (a lookup's proposal costs nothing to judge). Sources
                "mtp" and "user" are the drafter's; "lookup" starts at 0; "chain" starts after the drafter's drafts.
                A drafter that was asked and had nothing is an empty Draft
+    other_ms   milliseconds that tell nothing about windows of this size or about one draft: asking the policy itself,
+               a drafter that catches up after a pause. They count as time spent
     """
 
     rows: int
@@ -92,6 +94,7 @@ class Outcome:
     draft_ms: float
     committed: Sequence[int]
     drafts: Sequence[Draft] = ()
+    other_ms: float = 0.0
 
 
 NOTHING = "one row is cheapest"
@@ -100,6 +103,7 @@ NOTHING = "one row is cheapest"
 class DraftPolicy:
     """Decides windows for one model; keep it for the model's life, what it learns holds for every session.
 
+    asking_ms            what a round with drafts spends beside window and drafter, as the caller measures it
     probe_ms, total_ms   milliseconds lost by probes (what some of them gained taken off), and of all rounds
     """
 
@@ -107,6 +111,7 @@ class DraftPolicy:
         self._costs = Costs()
         self._drafter, self._lookup, self._chain = DrafterRates(), LookupRates(LOOKUP_PRIORS), LookupRates(CHAIN_PRIORS)
         self._draft_ms: float | None = None  # of one draft
+        self.asking_ms = 0.0
         self._recent_tokens = self._recent_ms = 0.0
         self._round = 0
         self._budget_ms = self.probe_ms = self.total_ms = 0.0
@@ -137,7 +142,7 @@ class DraftPolicy:
 
     def _extra(self, T: int) -> float:
         """Tokens that T - 1 more rows must bring to be worth their milliseconds."""
-        return self._per_ms * max(0.0, self._costs.table[T] - self._costs.table[1])
+        return self._per_ms * (max(0.0, self._costs.table[T] - self._costs.table[1]) + self.asking_ms)
 
     def _looked_up(self, rates: LookupRates, n: int, match_length: int, before: int, reach: float):
         """(value, length) of the best looked-up tail of at most n tokens behind `before` drafts reached by `reach`."""
@@ -248,36 +253,42 @@ class DraftPolicy:
         if self._budget_ms <= 0:
             return None
         if facts.drafter and not choice.n_drafts:
-            price = max(self.draft_ms + table[2] - table[1], 1e-9)
+            price = max(self.draft_ms + table[2] - table[1] + self.asking_ms, 1e-9)
             loss = price - self._drafter.mean(0) / per_ms
             # what nearly pays, or costs next to nothing, is tried more often
             pause = min(self._drafter_pause * loss / price, loss / (CHEAP_SHARE * table[1]))
             if self._round - self._drafter_last >= max(2.0, pause) and loss <= self._budget_ms:
                 self._probe_rows, self._probe_kind = 2, "probe of the drafter"
                 return Choice(1, 0, self._probe_kind)
-        if rows == 1:
-            return None
+        if rows == 1:  # nothing pays, by costs that may be those of a window's first use: look again
+            n = min(facts.lookup_tokens, self._limit)
+            return self._probe_size(1 + n, True) if n else None
         age, loss = self._round - self._costs.last[1], table[1] - 1.0 / per_ms
         # one row is what drafting is measured against: where that is close, it is measured often
         if age >= max(4.0, min(self._pause[1], loss / (2 * CHEAP_SHARE * table[1]))) and loss <= self._budget_ms:
             self._probe_rows, self._probe_kind = 1, "probe of one row"
             return Choice(0, 0, self._probe_kind)
         T = 2 + self._round % (WINDOW_ROWS - 1)  # one other size is considered a round
-        if T == rows or T > self._limit + 1 or self._round - self._costs.last[T] < self._pause[T]:
+        if T == rows or T > self._limit + 1 or (choice.n_lookup and T - 1 > facts.lookup_tokens):
             return None
-        if choice.n_lookup and T - 1 > facts.lookup_tokens:
+        return self._probe_size(T, choice.n_lookup > 0)
+
+    def _probe_size(self, T: int, looked_up: bool) -> Choice | None:
+        """A window of T rows with looked-up tokens or with the drafter's, if it is due and may pay."""
+        per_ms, table = self._per_ms, self._costs.table
+        if self._round - self._costs.last[T] < self._pause[T]:
             return None
         tokens, reach = 1.0, 1.0
         for i in range(T - 1):
-            reach *= self._lookup.rate(facts.match_length, i) if choice.n_lookup else self._drafter.mean(i)
+            reach *= self._lookup.rate(self._facts.match_length, i) if looked_up else self._drafter.mean(i)
             tokens += reach
-        drafting = 0.0 if choice.n_lookup else self.draft_ms * (T - 1)
+        drafting = self.asking_ms + (0.0 if looked_up else self.draft_ms * (T - 1))
         loss = table[T] + drafting - tokens / per_ms
         hopeful = tokens / per_ms > (0.75 if self._costs.n[T] > 2 else 0.5) * table[T] + drafting
         if loss > self._budget_ms or not hopeful:
             return None
         self._probe_rows, self._probe_kind = T, f"probe of {T} rows"
-        return Choice(0, T - 1, self._probe_kind) if choice.n_lookup else Choice(T - 1, 0, self._probe_kind)
+        return Choice(0, T - 1, self._probe_kind) if looked_up else Choice(T - 1, 0, self._probe_kind)
 
     # ---- learning
 
@@ -285,11 +296,13 @@ class DraftPolicy:
         """Learn from a round. Its milliseconds must be positive and finite, and it committed at least one token."""
         T, ms, draft_ms = outcome.rows, outcome.ms, outcome.draft_ms
         need(1 <= T <= WINDOW_ROWS, "a window has no such rows", found=T, needed=f"1..{WINDOW_ROWS}")
-        need(0 < ms < math.inf and 0 <= draft_ms < math.inf, "a round has no such milliseconds",
-             found=(ms, draft_ms), needed="ms > 0, draft_ms >= 0")  # fmt: skip
+        other_ms = outcome.other_ms
+        need(0 < ms < math.inf and 0 <= draft_ms < math.inf and 0 <= other_ms < math.inf,
+             "a round has no such milliseconds", found=(ms, draft_ms, other_ms),
+             needed="ms > 0, draft_ms >= 0, other_ms >= 0")  # fmt: skip
         need(1 <= len(outcome.committed) <= T, "a window commits one token to as many as it has rows",
              found=len(outcome.committed), needed=f"1..{T}")  # fmt: skip
-        spent, n_tokens = ms + draft_ms, len(outcome.committed)
+        spent, n_tokens = ms + draft_ms + other_ms, len(outcome.committed)
         self._costs.observe(T, ms, self._round)
         self._recent_tokens = 0.93 * self._recent_tokens + n_tokens
         # a stray slow window says nothing about the rate

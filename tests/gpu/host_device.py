@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -11,6 +12,19 @@ from strata.gpu.launch import Launch
 from tests.gpu.run_on_cpu import run
 
 POISON = 0x5A
+
+
+def in_branches(launches: Sequence[Launch]) -> list[Launch]:
+    """The launches, branches of every fork in the opposite order: allowed, if they do not depend on each other."""
+    out, at = [], 0
+    while at < len(launches):
+        fork, end = launches[at].fork, at + 1
+        while end < len(launches) and fork and launches[end].fork == fork:
+            end += 1
+        part = launches[at:end]
+        out += sorted(part, key=lambda one: -one.branch)
+        at = end
+    return out
 
 
 class HostDevice:
@@ -39,8 +53,6 @@ class HostDevice:
 
     @staticmethod
     def _view(address: int, n_bytes: int) -> np.ndarray:
-        import ctypes
-
         return np.ctypeslib.as_array((ctypes.c_uint8 * n_bytes).from_address(address))
 
     def upload(self, address: int, array: np.ndarray) -> None:
@@ -53,13 +65,16 @@ class HostDevice:
         if array.nbytes:
             array.reshape(-1).view(np.uint8)[:] = self._view(address, array.nbytes)
 
+    def clear(self, address: int, n_bytes: int) -> None:
+        self._view(address, n_bytes)[:] = 0
+
     def run(self, launches: Sequence[Launch]) -> None:
         for launch in launches:
             self.launched += 1
             run(launch, reverse=self.reverse)
 
     def graph(self, launches: Sequence[Launch]) -> Callable[[], None]:
-        fixed = tuple(launches)
+        fixed = in_branches(launches)
         return lambda: self.run(fixed)
 
     def synchronize(self) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import typer
 
-from strata.cli.bench import decode
+from strata.cli.bench import cpu_kernels, decode, synth, versus
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False, no_args_is_help=True)
-app.command("decode", context_settings={"help_option_names": ["-h", "--help"]})(decode.command)
+
+for _name, _verb in {"decode": decode, "cpu-kernels": cpu_kernels, "synth": synth, "versus": versus}.items():
+    app.command(_name, context_settings={"help_option_names": ["-h", "--help"]})(_verb.command)
 
 
 @app.callback()

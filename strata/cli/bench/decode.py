@@ -19,7 +19,7 @@ from strata.base.errors import need
 from strata.base.geometry import CELL_ROWS, CONTEXT_RESERVE
 from strata.cli import flags
 from strata.cli.output import Bar, working
-from strata.measure import PROMPT_TOKENS, Sample, Speed
+from strata.measure import KINDS, PROMPT_TOKENS, DraftingSpeed, Pair, Sample, Speed
 from strata.planner.machine import Machine
 
 WARM_UP_TOKENS = 32
@@ -36,13 +36,17 @@ def command(
     pin: flags.Pin = False,
     kv: flags.Kv = "auto",
     prefill: flags.Prefill = "auto",
+    draft: flags.Draft = "auto",
     json_: flags.Json = False,
 ) -> None:
-    """Measure greedy decode (without drafts) and prefill of a stored text, and split a token's time.
+    """Measure greedy decode (without drafts) and prefill of a stored text, and split a token's time. Then decode code,
+    prose and unpredictable text without and with drafts, windows taking turns.
 
     kernels: compiled ops. join: handing jobs to threads and collecting them, as jobs a token times the measured
     overhead of a job of equal chunks; waiting for a thread that has more to do counts as kernels. text: tokens to
     characters, stop strings. Python: everything else, in the backend's entry points and in the generate loop.
+    ratio: tokens/s with drafts over tokens/s without, median of the repeats; its CPU form counts CPU seconds of all
+    threads and says more where other programs use the machine.
     """
     counts = (("--tokens", tokens, 2), ("--prefill-tokens", prefill_tokens, 2), ("--repeat", repeat, 1))
     for name, value, least in counts:
@@ -51,8 +55,8 @@ def command(
     context = context if context is not None else -(-cells // CELL_ROWS) * CELL_ROWS
     need(context >= cells, "--context is too small for this bench", found=context, needed=f">= {cells}")
     load_average = os.getloadavg()[0]
-    with flags.loaded(model, context=context, threads=threads, pin=pin, kv=kv, prefill=prefill) as loaded:
-        text = files("strata.cli.bench").joinpath("prompt.txt").read_text(encoding="utf-8")
+    with flags.loaded(model, context=context, threads=threads, pin=pin, kv=kv, prefill=prefill, draft=draft) as loaded:
+        text = _stored("prompt.txt")
         bench = Speed(loaded, text)
         with working("warming up"):
             bench.decode(WARM_UP_TOKENS, profile=False)
@@ -64,6 +68,7 @@ def command(
                 plain.append(bench.decode(tokens, profile=False))
                 split.append(bench.decode(tokens, profile=True))
                 reading.append(bench.prefill(prefill_tokens))
+        drafting = None if loaded.policy is None else _drafting(loaded, tokens, repeat)
         report = {
             "command": " ".join(["strata", *sys.argv[1:]]),
             "model": str(loaded.stats()["file"]),
@@ -86,15 +91,55 @@ def command(
             },
             "prefill": {"tokens": prefill_tokens, "mode": prefill, "tokens_per_s": _spread(reading)},
             "ops_us_per_token": _ops(split),
+            "drafting": drafting,
         }
     typer.echo(json.dumps(report, indent=2) if json_ else "\n".join(_text(report, ops)))
+
+
+def _stored(name: str) -> str:
+    return files("strata.cli.bench").joinpath(name).read_text(encoding="utf-8")
+
+
+def _drafting(model: Any, tokens: int, repeat: int) -> dict[str, Any]:
+    """Speed without and with drafts, by kind of text. The first answer of each kind only teaches the policy."""
+    names = {"code": "prompt.txt", "prose": "prose.txt"}
+    bench = DraftingSpeed(model, {kind: model.tokenize(_stored(name), special=False) for kind, name in names.items()})
+    pairs: dict[str, list[Pair]] = {kind: [] for kind in KINDS}
+    with Bar("drafting", "answers") as bar:
+        for number in range(repeat + 1):
+            for place, kind in enumerate(KINDS):
+                bar.update(number * len(KINDS) + place, (repeat + 1) * len(KINDS))
+                pairs[kind].append(bench.pair(kind, number, tokens))
+    facts = model.stats()["drafting"]
+    known = {name: facts[name] for name in ("drafters", "window_ms", "one_draft_ms", "asking_ms", "probe_share")}
+    return known | {"texts": {kind: _pairs(found[1:]) for kind, found in pairs.items()}}
 
 
 # ---- report
 
 
-def _spread(values: list[float]) -> dict[str, float]:
-    return {name: round(f(values), 2) for name, f in (("median", statistics.median), ("min", min), ("max", max))}
+def _pairs(pairs: list[Pair]) -> dict[str, Any]:
+    windows = sum(p.drafts["windows"] for p in pairs)
+    committed = sum(p.drafts["committed_per_window"] * p.drafts["windows"] for p in pairs)
+    sources: dict[str, dict[str, int]] = {}
+    for pair in pairs:
+        for source, places in pair.drafts["by_source"].items():
+            entry = sources.setdefault(source, {"offered": 0, "accepted": 0})
+            for key in entry:
+                entry[key] += sum(places[key])
+    return {
+        "without_tokens_per_s": _spread([p.per_s[0] for p in pairs]),
+        "with_tokens_per_s": _spread([p.per_s[1] for p in pairs]),
+        "ratio": _spread([p.speedup[0] for p in pairs], 3),
+        "cpu_ratio": _spread([p.speedup[1] for p in pairs], 3),
+        "committed_per_window": round(committed / windows, 2),
+        "draft_ms_per_window": round(sum(p.drafts["draft_ms"] for p in pairs) / windows, 3),
+        "by_source": {s: e | {"rate": round(e["accepted"] / e["offered"], 3)} for s, e in sources.items()},
+    }
+
+
+def _spread(values: list[float], digits: int = 2) -> dict[str, float]:
+    return {name: round(f(values), digits) for name, f in (("median", statistics.median), ("min", min), ("max", max))}
 
 
 def _split(samples: list[Sample]) -> dict[str, float]:
@@ -143,9 +188,24 @@ def _text(report: dict[str, Any], ops: bool) -> list[str]:
     for name, us, detail in (("kernels", parts["kernels"], ""), ("join", parts["join"], jobs),
                              ("Python", python, inside), ("text", parts["text"], "")):  # fmt: skip
         lines.append(f"  {name:<9}{us:>9.1f} us  {100 * us / parts['wall']:>5.1f} %  {detail}".rstrip())
+    if report["drafting"] is not None:
+        lines += ["", *_drafting_text(report["drafting"])]
     if ops:
         lines += ["", "op (join included)"]
         lines += [f"  {kind:<18}{us:>9.1f} us" for kind, us in report["ops_us_per_token"].items()]
+    return lines
+
+
+def _drafting_text(drafting: dict[str, Any]) -> list[str]:
+    probes = f"probes {100 * drafting['probe_share']:.1f} % of the time"
+    lines = [f"drafting   {' and '.join(drafting['drafters'])}; {probes}"]
+    lines.append("           tokens/s without     with    ratio  CPU ratio  a window  drafts accepted")
+    for kind, found in drafting["texts"].items():
+        rates = ", ".join(f"{s} {e['accepted']} of {e['offered']}" for s, e in found["by_source"].items()) or "none"
+        without, with_ = found["without_tokens_per_s"]["median"], found["with_tokens_per_s"]["median"]
+        ratio, cpu = found["ratio"]["median"], found["cpu_ratio"]["median"]
+        lines.append(f"  {kind:<15}{without:>10.1f}{with_:>9.1f}{ratio:>9.3f}{cpu:>11.3f}"
+                     f"{found['committed_per_window']:>10.2f}  {rates}")  # fmt: skip
     return lines
 
 

@@ -1,0 +1,157 @@
+"""Quantised products on the device: matrices in their device layout times quantised rows, by the lane rules of the formats.
+
+One kernel per format, in two instances: for one column and for up to four. It multiplies a dense matrix, or those of the
+experts that a window's entries want, gate and up together with what follows them where that is possible.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from strata.base.errors import need
+from strata.gpu.activations import Activations
+from strata.gpu.launch import Launch, Source, i32, i64, launch, pointer
+from strata.gpu.relayout import relayout, relayout_bytes, restore
+from strata.pack.formats import BlockFormat
+
+__all__ = ["COLUMNS", "Hidden", "Place", "gemv", "product", "relayout", "relayout_bytes", "restore", "source_of"]
+
+COLUMNS = (1, 4)
+"""Most columns of the two instances of a kernel; weights are read once for that many."""
+MOST_COLUMNS = 32
+BLOCKS_WANTED = 256
+"""Small matrices are cut into smaller blocks, down to one warp, until there are that many: every processor gets one."""
+NOWHERE = np.uint64(0)
+
+
+def _source(file: str, *formats: str) -> Source:
+    return Source(f"gemv/{file}.cu", tuple(f"product<{f}, {M}>" for f in formats for M in COLUMNS))
+
+
+SMALL4 = _source("small4", "Q4_0", "Q4_1", "IQ4_NL", "MXFP4", "NVFP4")
+SMALL5 = _source("small5", "Q5_0", "Q5_1")
+Q8_0 = _source("q8_0", "Q8_0")
+Q2_0 = _source("q2_0", "Q2_0")
+K_QUANTS = _source("k", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+IQ4_XS = _source("iq4_xs", "IQ4_XS")
+GRIDS = _source("grids", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M")
+
+_SOURCES = {
+    name: s for s in (SMALL4, SMALL5, Q8_0, Q2_0, K_QUANTS, IQ4_XS, GRIDS) for name in {i[8:-4] for i in s.instances}
+}
+
+
+def source_of(format: BlockFormat) -> Source:
+    """The source that has the kernels of a format."""
+    found = _SOURCES.get(format.name)
+    need(found is not None, f"{format.name} has no quantised products", needed="a quantised format", advice="use float_gemv")
+    return found
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where relaid matrices lie on the device, 16-byte aligned: a dense one at `address`; that of expert e at
+    `address` + e * `stride`, or at the address in word 3 e + `part` of the uint64 `table`."""
+
+    address: int = 0
+    stride: int = 0
+    table: int = 0
+    part: int = 0
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Which expert every entry of a window wants, and which entries count. Addresses.
+
+    ids        int32 (n,)
+    T          most entries that want the same expert: the rows of the window. 1 says that all experts are different
+    decisions  uint8 (n,) or 0 for all: an entry counts if bit decisions[i] of `take` is set; others get zeros
+    """
+
+    ids: int
+    n: int
+    T: int
+    decisions: int = 0
+    take: int = 2
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """What a product of gate and up together writes: `h`, a row for every entry (dense: for every column), groups of 32.
+
+    up       where the up matrices lie (with a table: one word behind gate)
+    factors  float32 (3, experts) on the outputs of gate, up and down by expert, or 0
+    """
+
+    up: Place
+    h: Activations
+    error: int
+    where: np.uint64
+    factors: int = 0
+    experts: int = 0
+
+
+def _warps(rows: int, source: Source) -> int:
+    """Warps of a block; a warp takes eight rows. Blocks of grid formats fill a table first: not too small."""
+    least = 4 if source is GRIDS else 1
+    warps = 8
+    while warps > least and -(-rows // (8 * warps)) < BLOCKS_WANTED:
+        warps //= 2
+    return warps
+
+
+def product(
+    format: BlockFormat,
+    matrices: Place,
+    rows: int,
+    x: Activations,
+    y: int = 0,
+    y_stride: int = 0,
+    *,
+    entries: Entries | None = None,
+    hidden: Hidden | None = None,
+) -> list[Launch]:
+    """y (x.T or entries, rows) float32 with y_stride values from row to row = matrices (rows, x.K) times rows of x.
+
+    With `entries`, matrices are those of their experts and x has a row for each entry or for each row of the window.
+    With `hidden` nothing is written to y: matrices are gate, and silu(gate x) (up x) goes into hidden.h.
+    """
+    source = source_of(format)
+    need(x.group == format.group, f"activations of a product with {format.name}", found=x.group, needed=format.group)
+    need(x.K % format.block_values == 0 and rows > 0, f"a row of {x.K} values in {format.name}",
+         needed=f"a multiple of {format.block_values}")  # fmt: skip
+    n = entries.n if entries else x.T
+    T = entries.T if entries else x.T
+    need(0 < T <= MOST_COLUMNS and n % x.T == 0, "columns of a product", found=(T, n, x.T),
+         needed=f"at most {MOST_COLUMNS} for a matrix, as many entries for each row")  # fmt: skip
+    need(entries is not None or not matrices.table, "a table of matrices needs entries")
+    M = COLUMNS[0] if T == 1 else COLUMNS[1]
+    groups = -(-T // M)
+    h = hidden.h if hidden else None
+    if h is not None:
+        need(h.group == 32 and (h.T, h.K) == (n, rows) and rows % 32 == 0, "rows of gate and up together",
+             found=(h.T, h.K, h.group), needed=(n, rows, 32))  # fmt: skip
+        need(hidden.up.stride == matrices.stride and bool(hidden.up.table) == bool(matrices.table), "gate and up alike")
+        warps, tiles = 8, rows // 32
+    else:
+        need(y != 0, "where the product goes")
+        warps = _warps(rows, source)
+        tiles = -(-rows // (8 * warps))
+    args = (
+        pointer(matrices.address), pointer(hidden.up.address if hidden else 0), pointer(matrices.table),
+        i32(matrices.part), i64(matrices.stride), pointer(entries.ids if entries else 0),
+        pointer(entries.decisions if entries else 0), i32(entries.take if entries else 0), i32(n), i32(n // x.T),
+        pointer(x.codes), pointer(x.scales), pointer(x.sums), pointer(y), i64(y_stride or rows), i32(rows), i32(x.K),
+        pointer(h.codes if h else 0), pointer(h.scales if h else 0), pointer(h.sums if h else 0),
+        pointer(hidden.factors if hidden else 0), i32(hidden.experts if hidden else 0),
+        pointer(hidden.error if hidden else 0), hidden.where if hidden else NOWHERE,
+    )  # fmt: skip
+    across = n * groups if entries else groups
+    return [launch(source, f"product<{format.name}, {M}>", (across, tiles), 32 * warps, *args)]
+
+
+def gemv(format: BlockFormat, weights: int, rows: int, x: Activations, y: int, y_stride: int = 0) -> list[Launch]:
+    """y (x.T, rows) float32, y_stride values from row to row (0: rows) = a relaid matrix at `weights` times x."""
+    return product(format, Place(weights), rows, x, y, y_stride)

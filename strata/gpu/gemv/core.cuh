@@ -9,8 +9,10 @@
 //   VALUES                  values of a block
 //   Step, unpack(raw, e, q, table)      signed bytes and scales of step e
 //   X, read(columns, t, first, q)       the activations that meet them, first the step's first value
-//   dot(step, x, v, m)                  one fma per lane
-//   MINIMUM                 0, or 1 and -1 for four more lanes in m that are added or subtracted
+//   dot(step, x, v)         one fma per lane
+//   MINIMUM                 0, or 1 and -1 for four more lanes that are added or subtracted. Two threads could take each of
+//                           them: thread q takes lane q / 2 of the row q mod 2 of its two.
+//   Step::least, add_minimum(least, x, m)       what a minimum needs of a step, and its fma
 //   ENTRIES, TABLE, widen(i, table)     entries and words of its grid table, and what writes entry i; 0 without
 #pragma once
 #include "sums.cuh"
@@ -110,22 +112,42 @@ DEVICE u32 opaque(u32 x) {
     return x;
 }
 
-template <class F, int R, int T>
+// What minima need of a step: integer minima (or their bits) and their scale; nothing in most formats.
+template <int WORDS>
+struct Least {
+    u32 min[WORDS];
+    float scale;
+};
+struct NoLeast {};
+template <int WORDS>
+DEVICE Least<WORDS> either(const Least<WORDS> &a, const Least<WORDS> &b, bool second) {
+    Least<WORDS> s;
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) s.min[i] = second ? b.min[i] : a.min[i];
+    s.scale = second ? b.scale : a.scale;
+    return s;
+}
+DEVICE NoLeast either(const NoLeast &a, const NoLeast &, bool) { return a; }
+
+template <int R, int T>
 struct Lanes {
-    float v[R][T][2], m[R][T];
+    float v[R][T][2], m[T];
 };
 
 template <class F, int R, int T>
 DEVICE void add_step(const typename F::Raw (&raw)[R], int e, int q, u32 first, const Columns<T> &x, const u32 *table,
-                     Lanes<F, R, T> &lanes) {
+                     Lanes<R, T> &lanes) {
     typename F::Step step[R];
 #pragma unroll
     for (int r = 0; r < R; r++) step[r] = F::unpack(raw[r], e, q, table);
+    static_assert(F::MINIMUM == 0 || R == 2, "minima are shared out to two rows");
+    auto least = either(step[0].least, step[R - 1].least, q & 1);
 #pragma unroll
     for (int t = 0; t < T; t++) {
         typename F::X values = F::read(x, t, opaque(first), q);
 #pragma unroll
-        for (int r = 0; r < R; r++) F::dot(step[r], values, lanes.v[r][t], lanes.m[r][t]);
+        for (int r = 0; r < R; r++) F::dot(step[r], values, lanes.v[r][t]);
+        if constexpr (F::MINIMUM != 0) F::add_minimum(least, values, lanes.m[t]);
     }
 }
 
@@ -137,11 +159,11 @@ DEVICE void multiply(const u8 *const (&block)[R], int K, const Columns<T> &x, co
     const int E = Raw::STEPS, P = Raw::BLOCKS, STEP_VALUES = P * F::VALUES;
     int lane = (int)opaque(threadIdx.x & 31), row = lane >> 3, q = lane & 7;
     int blocks = K / F::VALUES, chunks = blocks / (E * P);
-    Lanes<F, R, T> lanes;
+    Lanes<R, T> lanes;
 #pragma unroll
     for (int r = 0; r < R; r++)
 #pragma unroll
-        for (int t = 0; t < T; t++) lanes.v[r][t][0] = lanes.v[r][t][1] = lanes.m[r][t] = 0.f;
+        for (int t = 0; t < T; t++) lanes.v[r][t][0] = lanes.v[r][t][1] = lanes.m[t] = 0.f;
 
     const int SLOTS = DEPTH > 0 ? DEPTH : 1;
     Raw ring[SLOTS][R];
@@ -169,7 +191,7 @@ DEVICE void multiply(const u8 *const (&block)[R], int K, const Columns<T> &x, co
         }
     }
     if constexpr (E * P > 1) {
-        size_t at = (size_t)chunks * Raw::CHUNK;
+        u32 at = opaque(chunks * Raw::CHUNK);
 #pragma unroll 1
         for (int b = chunks * E * P; b < blocks; b += P) {
             int n = blocks - b < P ? blocks - b : P;
@@ -197,9 +219,11 @@ DEVICE void multiply(const u8 *const (&block)[R], int K, const Columns<T> &x, co
                 }
             float sum = add32(lanes.v[r][t][0], lanes.v[r][t][1]);
             if constexpr (F::MINIMUM != 0) {
-                float m = lanes.m[r][t];
+                float m = lanes.m[t];
                 m = add32(m, __shfl_xor_sync(ALL_LANES, m, 4));
                 m = add32(m, __shfl_xor_sync(ALL_LANES, m, 2));
+                float other = __shfl_xor_sync(ALL_LANES, m, 1);
+                m = (q & 1) == r ? m : other;
                 sum = F::MINIMUM > 0 ? add32(sum, m) : sub32(sum, m);
             }
             y[r][t] = add32(sum, 0.f);

@@ -4,13 +4,18 @@
 #include "gemv/grid_data.cuh"
 #include "gemv/runs.cuh"
 
-// Entry i of a table from its packed form: byte j is byte f of `levels`, f field j of BITS bits.
+// Four fields of a packed entry, of two or three bits, as the bytes of `levels` that they number.
 template <int BITS>
 DEVICE u32 four_of(u32 fields, u64 levels) {
-    u32 word = 0;
-#pragma unroll
-    for (int j = 0; j < 4; j++) word |= (u32)(levels >> 8 * (fields >> BITS * j & ((1 << BITS) - 1)) & 255) << 8 * j;
-    return word;
+    u32 pairs, each;  // two fields to a byte, one to a nibble
+    if (BITS == 2) {
+        pairs = (fields & 0xf) | (fields & 0xf0) << 4;
+        each = (pairs & 0x0303) | (pairs & 0x0c0c) << 2;
+    } else {
+        pairs = (fields & 0x3f) | (fields & 0xfc0) << 2;
+        each = (pairs & 0x0707) | (pairs & 0x3838) << 1;
+    }
+    return __byte_perm((u32)levels, (u32)(levels >> 32), each);
 }
 DEVICE void widen8(u32 *table, int i, u32 fields, u64 levels) {
     table[2 * i] = four_of<2>(fields, levels);
@@ -118,20 +123,21 @@ struct IQ3_XXS : Runs<256, 256, 256, 256> {
     }
 };
 
-// Eight indices; four sign bytes; their ninth bits; the eight scales of 4 bits of the super-block.
+// Eight indices; four sign bytes; their ninth bits; the eight scales of 4 bits of the super-block. One super-block a chunk:
+// two take more registers than four columns leave.
 struct IQ3_S : Runs<256, 256, 512, 512> {
-    typedef Layout<2, 1, 8, 8, 8, 4, 8, 1, 1, 4, 1, 2> Raw;
+    typedef Layout<1, 1, 8, 8, 8, 4, 8, 1, 1, 4, 1, 2> Raw;
     DEVICE static void widen(int i, u32 *table) { table[i] = four_of<3>(IQ3_S_GRID[i], IQ3_S_LEVELS); }
-    DEVICE static Step unpack(const Raw &raw, int e, int q, const u32 *table) {
+    DEVICE static Step unpack(const Raw &raw, int, int q, const u32 *table) {
         Step s;
-        u32 ninth = raw.c[0] >> 8 * e;
+        u32 ninth = raw.c[0];
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            u32 pair = raw.a[2 * e + (k >> 1)] >> 16 * (k & 1);
+            u32 pair = raw.a[k >> 1] >> 16 * (k & 1);
             u32 low = (pair & 255) | (ninth >> 2 * k & 1) << 8, high = (pair >> 8 & 255) | (ninth >> (2 * k + 1) & 1) << 8;
-            put4(s, k, table, low, high, raw.b[e] >> 8 * k & 255);
+            put4(s, k, table, low, high, raw.b[0] >> 8 * k & 255);
         }
-        s.d[0] = s.d[1] = odd_steps(raw.d[e] >> 4 * q & 15, half_of(raw.e, e));
+        s.d[0] = s.d[1] = odd_steps(raw.d[0] >> 4 * q & 15, half_of(raw.e, 0));
         return s;
     }
 };
@@ -151,19 +157,20 @@ struct IQ1_S : Runs<256, 256, 2048, 4096> {
     }
 };
 
-// Four indices; a nibble for each with its high bits and the sign of its offset; the 16 scales and d in eight bytes.
+// Four indices; a nibble for each with its high bits and the sign of its offset; the 16 scales and d in eight bytes. One
+// super-block a chunk, as IQ3_S.
 struct IQ1_M : Runs<256, 256, 2048, 4096> {
-    typedef Layout<2, 1, 8, 4, 8, 2, 1, 8> Raw;
+    typedef Layout<1, 1, 8, 4, 8, 2, 1, 8> Raw;
     DEVICE static void widen(int i, u32 *table) { widen8(table, i, IQ1_S_GRID[i], IQ1_LEVELS); }
-    DEVICE static Step unpack(const Raw &raw, int e, int q, const u32 *table) {
+    DEVICE static Step unpack(const Raw &raw, int, int q, const u32 *table) {
         Step s;
-        u32 h = raw.b[0] >> 16 * e & 0xffff;
+        u32 h = raw.b[0];
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             u32 nibble = h >> 4 * k & 15;
-            put_one(s, k, table, (raw.a[e] >> 8 * k & 255) | (nibble & 7) << 8, nibble >> 3);
+            put_one(s, k, table, (raw.a[0] >> 8 * k & 255) | (nibble & 7) << 8, nibble >> 3);
         }
-        u32 low = raw.c[2 * e], high = raw.c[2 * e + 1];
+        u32 low = raw.c[0], high = raw.c[1];
         u32 d = (low >> 12 & 0xf) | (low >> 24 & 0xf0) | (high >> 4 & 0xf00) | (high >> 16 & 0xf000);
         float unit = mul32(half_f32((u16)d), 0.125f);
         u32 scales = (q < 4 ? low : high) >> (16 * (q >> 1 & 1) + 6 * (q & 1));

@@ -10,6 +10,7 @@ struct IQ4_XS {
         u32 low[2][2], high[2][2];
         int sub[2];
         float d;
+        NoLeast least;
     };
     struct X {
         uint2 low[2], high[2];
@@ -34,7 +35,7 @@ struct IQ4_XS {
         return {{codes8(codes), codes8(codes + 128)}, {codes8(codes + 16), codes8(codes + 144)},
                 __ldg(x.scales + (at >> 8))};
     }
-    DEVICE static void dot(const Step &s, const X &x, float (&v)[2], float &) {
+    DEVICE static void dot(const Step &s, const X &x, float (&v)[2]) {
         float c = mul32(s.d, x.d);
         int first = 0, second = 0;
 #pragma unroll

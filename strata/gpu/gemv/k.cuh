@@ -10,9 +10,9 @@ struct Scaled {
     // w[2i + j]: group i of lane 2q + j. Minima meet sums of 16 codes one by one, or in pairs.
     struct Step {
         u32 w[8];
-        int sub[4];
-        u32 min[Offsets::WORDS];
-        float d, m;
+        int sub[Offsets::SUBS];
+        float d;
+        Least<Offsets::WORDS> least;
     };
     struct X {
         uint2 w[4];
@@ -30,27 +30,30 @@ struct Scaled {
         return v;
     }
     DEVICE static float value(int sum) { return DIRECT ? whole(WHOLE + sum) : i32_f32(sum); }
-    DEVICE static void dot(const Step &s, const X &x, float (&v)[2], float &m) {
+    DEVICE static void dot(const Step &s, const X &x, float (&v)[2]) {
         float c = mul32(s.d, x.d);
-        int first = 0, second = 0, least = 0;
+        int first = 0, second = 0;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            first += s.sub[i] * dot4(s.w[2 * i], x.w[i].x, 0);
-            second += s.sub[i] * dot4(s.w[2 * i + 1], x.w[i].y, 0);
+            int sub = Offsets::scale(s.sub, i);
+            first += sub * dot4(s.w[2 * i], x.w[i].x, 0);
+            second += sub * dot4(s.w[2 * i + 1], x.w[i].y, 0);
         }
         v[0] = fma32(value(first), c, v[0]);
         v[1] = fma32(value(second), c, v[1]);
-        if constexpr (MINIMUM != 0) {
+    }
+    DEVICE static void add_minimum(const Least<Offsets::WORDS> &least, const X &x, float &m) {
+        int sum = 0;
 #pragma unroll
-            for (int i = 0; i < Offsets::MINIMA; i++) least += Offsets::minimum(s.min, i) * x.sum[i];
-            m = fma32(whole(WHOLE + least), mul32(s.m, x.d), m);
-        }
+        for (int i = 0; i < Offsets::MINIMA; i++) sum += Offsets::minimum(least.min, i) * x.sum[i];
+        m = fma32(whole(WHOLE + sum), mul32(least.scale, x.d), m);
     }
 };
 
 // Lane 8h + g: values 32s + 4g of the sub-blocks s = 2h, 2h + 1, 2h + 4, 2h + 5.
 struct Pairs {
-    enum { MINIMA = 2, WORDS = 2 };
+    enum { MINIMA = 2, WORDS = 2, SUBS = 4 };
+    DEVICE static int scale(const int *sub, int i) { return sub[i]; }
     DEVICE static int minimum(const u32 *words, int i) { return (int)words[i]; }
     DEVICE static int of(int i, int q) { return 64 * (q >> 2) + 8 * (q & 3) + 32 * (i & 1) + 128 * (i >> 1); }
     DEVICE static void sums(const int *p, int q, int (&sum)[4]) {
@@ -59,9 +62,10 @@ struct Pairs {
     }
 };
 
-// Lane 8h + g: values 128h + 32i + 4g.
+// Lane 8h + g: values 128h + 32i + 4g. Scales and minima stay packed as nibbles: they would take too many registers.
 struct Quarters {
-    enum { MINIMA = 4, WORDS = 1 };
+    enum { MINIMA = 4, WORDS = 1, SUBS = 1 };
+    DEVICE static int scale(const int *sub, int i) { return sub[0] >> 4 * i & 15; }
     DEVICE static int minimum(const u32 *words, int i) { return words[0] >> 4 * i & 15; }
     DEVICE static int of(int i, int q) { return 128 * (q >> 2) + 8 * (q & 3) + 32 * i; }
     DEVICE static void sums(const int *p, int q, int (&sum)[4]) {
@@ -70,12 +74,15 @@ struct Quarters {
     }
 };
 struct QuartersOnly : Quarters {
+    enum { SUBS = 4 };
+    DEVICE static int scale(const int *sub, int i) { return sub[i]; }
     DEVICE static void sums(const int *, int, int (&)[4]) {}
 };
 
 // Lane l: values 64i + 4l.
 struct Strides {
-    enum { MINIMA = 0, WORDS = 1 };
+    enum { MINIMA = 0, WORDS = 1, SUBS = 4 };
+    DEVICE static int scale(const int *sub, int i) { return sub[i]; }
     DEVICE static int of(int i, int q) { return 64 * i + 8 * q; }
     DEVICE static void sums(const int *, int, int (&)[4]) {}
 };
@@ -91,9 +98,9 @@ DEVICE void six_bit_scales(const u32 *head, int q, Step &s) {
     s.sub[0] = byte_of(low, 0), s.sub[1] = byte_of(low, 1);
     s.sub[2] = byte_of(high, 0), s.sub[3] = byte_of(high, 1);
     u32 min = q < 4 ? head[2] & 0x3f3f3f3fu : (head[3] >> 4 & 0x0f0f0f0fu) | (head[2] >> 2 & 0x30303030u);
-    s.min[0] = byte_of(min >> pair, 0), s.min[1] = byte_of(min >> pair, 1);
+    s.least.min[0] = byte_of(min >> pair, 0), s.least.min[1] = byte_of(min >> pair, 1);
     s.d = half_f32((u16)head[0]);
-    s.m = half_f32((u16)(head[0] >> 16));
+    s.least.scale = half_f32((u16)(head[0] >> 16));
 }
 
 struct Q4_K : Scaled<Pairs, true, -1> {
@@ -127,20 +134,20 @@ struct Q5_K : Scaled<Pairs, true, -1> {
     }
 };
 
-// Scales and minima are nibbles of 16 bits each, in the order of the groups and of the sums they meet.
+// Scales and minima are nibbles of 16 bits each, in the order of the groups and of the sums they meet. One super-block a
+// chunk: two take more registers than four columns leave.
 struct Q2_K : Scaled<Quarters, true, -1> {
-    typedef Layout<2, 1, 8, 8, 4, 4, 1, 4> Raw;
-    DEVICE static Step unpack(const Raw &raw, int e, int, const u32 *) {
+    typedef Layout<1, 1, 8, 8, 4, 4, 1, 4> Raw;
+    DEVICE static Step unpack(const Raw &raw, int, int, const u32 *) {
         Step s;
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < 4; i++)
 #pragma unroll
-            for (int j = 0; j < 2; j++) s.w[2 * i + j] = raw.a[2 * e + j] >> 2 * i & 0x03030303u;
-            s.sub[i] = raw.b[e] >> 4 * i & 15;
-        }
-        s.min[0] = raw.b[e] >> 16;
-        s.d = half_of(raw.c, 2 * e);
-        s.m = half_of(raw.c, 2 * e + 1);
+            for (int j = 0; j < 2; j++) s.w[2 * i + j] = raw.a[j] >> 2 * i & 0x03030303u;
+        s.sub[0] = (int)raw.b[0];
+        s.least.min[0] = raw.b[0] >> 16;
+        s.d = half_of(raw.c, 0);
+        s.least.scale = half_of(raw.c, 1);
         return s;
     }
 };

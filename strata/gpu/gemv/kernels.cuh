@@ -6,39 +6,41 @@
 
 // The columns that a block works for: lane l of a warp knows entry `mine`, if bit l of `have` is set.
 //
-// An entry is what a row of a window wants from a matrix. Dense (ids null): column l. Experts: entry row * choices + j wants
-// expert ids[entry]; `decisions` (null: all taken) and the bits of `take` say which entries count. The blocks of an entry
-// serve all entries of its expert, if that entry is the first of them; otherwise they have nothing to do. A row names an
-// expert once at most. More than M columns are shared out to neighbouring blocks, so that L2 serves the second reading.
+// An entry is what a row of a window wants from a matrix. Dense: column l. Experts: entry i wants expert ids[i]; of the
+// entries, those count whose decision is a bit of `take` (decisions null: all). The blocks of an entry serve all entries of
+// its expert if it is the first of them; otherwise they have nothing to do. More than M columns are shared out to
+// neighbouring blocks, so that L2 serves the second reading. With M = 1 all experts are different.
 struct Group {
     u32 have;
     int mine, expert;
 
     template <int M>
     DEVICE static Group dense(int columns) {
-        int lane = threadIdx.x & 31, from = blockIdx.x * M;
         u32 all = columns < 32 ? (1u << columns) - 1 : ALL_LANES;
-        return {all & ((1u << M) - 1) << from, lane, 0};
+        return {all & ((1u << M) - 1) << (blockIdx.x * M), (int)threadIdx.x & 31, 0};
     }
     DEVICE static bool taken(const u8 *decisions, u32 take, int entry) {
         return !decisions || take >> (decisions[entry] & 31) & 1;
     }
     template <int M>
-    DEVICE static Group of_expert(const int *ids, const u8 *decisions, u32 take, int rows, int choices) {
-        int batches = (rows + M - 1) / M, entry = blockIdx.x / batches, lane = threadIdx.x & 31;
-        Group g = {0, -1, ids[entry]};
-        if (!taken(decisions, take, entry)) return g;
-        if (M == 1 && rows == 1) {
-            g.mine = entry;
-            g.have = 1;
+    DEVICE static Group of_expert(const int *ids, const u8 *decisions, u32 take, int entries) {
+        int batches = M == 1 ? 1 : gridDim.x / entries, entry = blockIdx.x / batches, lane = threadIdx.x & 31;
+        Group g = {0, entry, ids[entry]};
+        bool mine = taken(decisions, take, entry);
+        if (M == 1 || !mine) {
+            g.have = mine;
             return g;
         }
-        if (lane < rows)
-            for (int j = lane * choices; j < (lane + 1) * choices; j++)
-                if (ids[j] == g.expert && taken(decisions, take, j)) g.mine = j;
-        g.have = __ballot_sync(ALL_LANES, g.mine >= 0);
-        if (__ffs((int)g.have) - 1 != entry / choices) g.have = 0;
-        for (int skip = blockIdx.x % batches * M; skip && g.have; skip--) g.have &= g.have - 1;
+        int found = 0;
+        for (int start = 0; start < entries; start += 32) {
+            int i = start + lane;
+            u32 same = __ballot_sync(ALL_LANES, i < entries && ids[i] == g.expert && taken(decisions, take, i));
+            if (!found && same && start + __ffs((int)same) - 1 != entry) return g;
+            for (; same; same &= same - 1, found++)
+                if (lane == found) g.mine = start + __ffs((int)same) - 1;
+        }
+        int from = blockIdx.x % batches * M, n = found - from < M ? found - from : M;
+        if (n > 0) g.have = ((1u << n) - 1) << from;
         return g;
     }
     // Takes the next T entries off; missing ones repeat the last. Returns how many there were.
@@ -73,12 +75,12 @@ DEVICE Columns<T> columns_of(const Quantised &x, const int (&entry)[T], int shar
     return c;
 }
 
-// Chunks under way: more with one column, where little else hides the latency of memory, none where four columns of a
-// format with much to unpack keep the warps busy. What 128 registers hold on every architecture.
-template <class F, int T>
+// Chunks under way: most with one column, where little else hides the latency of memory, none where several columns of a
+// format with much to unpack keep the warps busy. As much as 128 registers hold on every architecture.
+template <class F, int T, int M>
 struct Depth {
     static const int BYTES = sizeof(typename F::Raw);
-    static const int VALUE = T == 1 ? (BYTES > 40 ? 1 : BYTES > 24 ? 2 : 3) : T == 2 ? (BYTES > 28 ? 0 : 1) : BYTES > 24 ? 0 : 1;
+    static const int VALUE = M == 1 ? (BYTES > 40 ? 1 : BYTES > 24 ? 2 : 3) : T == 1 ? (BYTES > 24 ? 1 : 2) : BYTES > 24 ? 0 : 1;
 };
 
 // Gate and up with what follows them: quantised rows of the down product in groups of 32, one row for each entry.
@@ -118,17 +120,20 @@ DEVICE void finish_hidden(const float (&out)[2][T], const int (&entry)[T], int n
         report(h.error, h.where, NOT_FINITE, expert);
 }
 
-template <class F, int T>
+template <class F, int T, int M>
 DEVICE void rows_of_block(const u8 *weights, Group &g, const Quantised &x, int share, const u32 *table, float *y,
                           i64 y_stride, int rows, int K, const Hidden &h, float (*columns)[32]) {
     int lane = threadIdx.x & 31, q = lane & 7, warp = blockIdx.y * (blockDim.x >> 5) + (threadIdx.x >> 5);
     int first = h.codes ? warp : 2 * warp, last = (rows - 1) >> 2;
     int entry[T];
-    int n = g.next<T>(entry);
+    Group again = g;
+    g.next<T>(entry);
     size_t bytes = row_block_bytes<F>(K);
     const u8 *block[2] = {weights + first * bytes, h.codes ? h.up + first * bytes : weights + min(first + 1, last) * bytes};
     float out[2][T];
-    multiply<F, 2, T, Depth<F, T>::VALUE>(block, K, columns_of(x, entry, share, K), table, out);
+    multiply<F, 2, T, Depth<F, T, M>::VALUE>(block, K, columns_of(x, entry, share, K), table, out);
+    again.have = opaque(again.have);  // found again rather than kept: registers are what limits four columns
+    int n = again.next<T>(entry);
     if (h.codes) {
         finish_hidden<T>(out, entry, n, g.expert, rows, h, columns);
         return;
@@ -145,19 +150,26 @@ DEVICE void rows_of_block(const u8 *weights, Group &g, const Quantised &x, int s
 // y[entry][row] = matrix times x; a warp takes eight rows. Or, with h_codes, gate (the matrix) and up, SwiGLU and the
 // quantiser; a block of 256 threads takes 32 rows.
 //
-// Dense: grid (column groups, row tiles). Experts: grid (entries * column groups, row tiles); the matrices of expert e lie
+// Dense: grid (column groups, row tiles). Experts: columns entries, grid (columns * column groups, row tiles); the matrices of expert e lie
 // at addresses[3 e + part] (up one further), or `stride` bytes apart. x has a row for `share` entries.
 template <class F, int M>
 __global__ void __launch_bounds__(256, 2)
 product(const u8 *weights, const u8 *up, const u64 *addresses, int part, i64 stride, const int *ids, const u8 *decisions,
-        int take, int columns, int choices, int share, const i8 *codes, const float *scales, const int *sums, float *y,
+        int take, int columns, int share, const i8 *codes, const float *scales, const int *sums, float *y,
         i64 y_stride, int rows, int K, i8 *h_codes, float *h_scales, int *h_sums, const float *factors, int experts,
         u64 *error, u64 where) {
     __shared__ uint4 space[F::TABLE / 4 + !F::TABLE];
     __shared__ float hidden[M][32];
     u32 *table = (u32 *)space;
-    Group g = ids ? Group::of_expert<M>(ids, decisions, take, columns, choices) : Group::dense<M>(columns);
-    if (!g.have) return;
+    Group g = ids ? Group::of_expert<M>(ids, decisions, take, columns) : Group::dense<M>(columns);
+    if (!g.have) {
+        // Entries computed elsewhere get zeros, so that what follows meets no garbage.
+        if (ids && !h_codes && !Group::taken(decisions, take, g.mine)) {
+            int row = blockIdx.y * (blockDim.x / 4) + threadIdx.x;
+            if (threadIdx.x < blockDim.x / 4 && row < rows) y[g.mine * y_stride + row] = 0.f;
+        }
+        return;
+    }
     if (addresses) {
         weights = (const u8 *)addresses[3 * g.expert + part];
         if (h_codes) up = (const u8 *)addresses[3 * g.expert + part + 1];
@@ -171,9 +183,9 @@ product(const u8 *weights, const u8 *up, const u64 *addresses, int part, i64 str
     Hidden h = {up, h_codes, h_scales, h_sums, factors, experts, error, where};
     int n = __popc(g.have);
     if (M == 1 || n == 1)
-        rows_of_block<F, 1>(weights, g, x, share, table, y, y_stride, rows, K, h, hidden);
+        rows_of_block<F, 1, M>(weights, g, x, share, table, y, y_stride, rows, K, h, hidden);
     else if (n == 2)
-        rows_of_block<F, M == 1 ? 1 : 2>(weights, g, x, share, table, y, y_stride, rows, K, h, hidden);
+        rows_of_block<F, M == 1 ? 1 : 2, M>(weights, g, x, share, table, y, y_stride, rows, K, h, hidden);
     else
-        rows_of_block<F, M>(weights, g, x, share, table, y, y_stride, rows, K, h, hidden);
+        rows_of_block<F, M, M>(weights, g, x, share, table, y, y_stride, rows, K, h, hidden);
 }

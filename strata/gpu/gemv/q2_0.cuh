@@ -7,6 +7,7 @@ struct Q2_0 : Runs<64, 32, 0, 0> {
     struct Step {
         u32 w[8];
         float d;
+        NoLeast least;
     };
     struct X {
         uint4 w[2];
@@ -26,7 +27,7 @@ struct Q2_0 : Runs<64, 32, 0, 0> {
         int2 sum = __ldg((const int2 *)(x.sums + (at >> 4)));
         return {{codes16(x.codes + at), codes16(x.codes + at + 16)}, __ldg(x.scales + (at >> 5)), {sum.x, sum.y}};
     }
-    DEVICE static void dot(const Step &s, const X &x, float (&v)[2], float &) {
+    DEVICE static void dot(const Step &s, const X &x, float (&v)[2]) {
         float c = mul32(s.d, x.d);
 #pragma unroll
         for (int j = 0; j < 2; j++) v[j] = fma32(whole(run(s.w + 4 * j, x.w[j], WHOLE - x.sum[j])), c, v[j]);

@@ -8,20 +8,21 @@ struct Q8_0 {
     struct Step {
         u32 w[2];
         float d;
+        NoLeast least;
     };
     struct X {
         uint2 w;
         float d;
     };
     DEVICE static Step unpack(const Raw &raw, int e, int, const u32 *) {
-        return {{raw.a[2 * e], raw.a[2 * e + 1]}, half_of(raw.b, e)};
+        return {{raw.a[2 * e], raw.a[2 * e + 1]}, half_of(raw.b, e), {}};
     }
     template <int T>
     DEVICE static X read(const Columns<T> &x, int t, u32 first, int q) {
         u32 at = x.row[t] + first + 8 * q;
         return {codes8(x.codes + at), __ldg(x.scales + (at >> 5))};
     }
-    DEVICE static void dot(const Step &s, const X &x, float (&v)[2], float &) {
+    DEVICE static void dot(const Step &s, const X &x, float (&v)[2]) {
         float c = mul32(s.d, x.d);
         v[0] = fma32(whole(dot4(s.w[0], x.w.x, WHOLE)), c, v[0]);
         v[1] = fma32(whole(dot4(s.w[1], x.w.y, WHOLE)), c, v[1]);

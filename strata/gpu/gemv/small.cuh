@@ -9,7 +9,8 @@ struct Halves {
     enum { VALUES = 32, MINIMUM = MINIMUM_, ENTRIES = 0, TABLE = 0 };
     struct Step {
         u32 low[2], high[2];
-        float d, m;
+        float d;
+        Least<1> least;
     };
     struct X {
         uint2 low, high;
@@ -35,11 +36,13 @@ struct HalvesFrom : Halves<MINIMUM_> {
     DEVICE static float sum_of(int bits) {
         return START == SIXTEENTHS ? sixteenths(bits) : START == EIGHTHS ? eighths(bits) : whole(bits);
     }
-    DEVICE static void dot(const typename Base::Step &s, const typename Base::X &x, float (&v)[2], float &m) {
+    DEVICE static void dot(const typename Base::Step &s, const typename Base::X &x, float (&v)[2]) {
         float c = mul32(s.d, x.d);
         v[0] = fma32(sum_of(dot4(s.high[0], x.high.x, dot4(s.low[0], x.low.x, START))), c, v[0]);
         v[1] = fma32(sum_of(dot4(s.high[1], x.high.y, dot4(s.low[1], x.low.y, START))), c, v[1]);
-        if constexpr (MINIMUM_ != 0) m = fma32(whole(WHOLE + x.sum), mul32(s.m, x.d), m);
+    }
+    DEVICE static void add_minimum(const Least<1> &least, const typename Base::X &x, float &m) {
+        m = fma32(whole(WHOLE + x.sum), mul32(least.scale, x.d), m);
     }
 };
 

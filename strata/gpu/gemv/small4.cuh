@@ -28,7 +28,7 @@ struct Q4_1 : HalvesFrom<WHOLE, 1> {
             s.high[j] = w >> 4 & 0x0f0f0f0fu;
         }
         s.d = half_of(raw.b, 2 * e);
-        s.m = half_of(raw.b, 2 * e + 1);
+        s.least.scale = half_of(raw.b, 2 * e + 1);
         return s;
     }
 };
@@ -64,6 +64,7 @@ struct NVFP4 {
     struct Step {
         u32 low[2], high[2];
         float d;
+        NoLeast least;
     };
     struct X {
         uint4 w;
@@ -73,10 +74,10 @@ struct NVFP4 {
         Step s;
 #pragma unroll
         for (int j = 0; j < 2; j++) look_up_e2m1(raw.a[2 * e + j], s.low[j], s.high[j]);
-        u32 code = raw.b[0] >> 8 * e & 127;
-        // Half of an E4M3: 2^(exponent - 8) (1 + mantissa / 8), or mantissa 2^-10 with exponent 0; 0x7f is 0.
+        u32 byte = raw.b[0] >> 8 * e & 255, code = byte & 127;
+        // Half of an E4M3: 2^(exponent - 8) (1 + mantissa / 8), or mantissa 2^-10 with exponent 0; the byte 0x7f is 0.
         float tiny = sub32(float_of(0x3c000000u + (code << 20)), 0.0078125f);
-        s.d = code == 127 ? 0.f : code < 8 ? tiny : float_of((119u << 23) + (code << 20));
+        s.d = byte == 127 ? 0.f : code < 8 ? tiny : float_of((119u << 23) + (code << 20));
         return s;
     }
     template <int T>
@@ -84,7 +85,7 @@ struct NVFP4 {
         u32 at = x.row[t] + first + 16 * q;
         return {codes16(x.codes + at), __ldg(x.scales + (at >> 5))};
     }
-    DEVICE static void dot(const Step &s, const X &x, float (&v)[2], float &) {
+    DEVICE static void dot(const Step &s, const X &x, float (&v)[2]) {
         float c = mul32(s.d, x.d);
         v[0] = fma32(whole(dot4(s.high[0], x.w.z, dot4(s.low[0], x.w.x, WHOLE))), c, v[0]);
         v[1] = fma32(whole(dot4(s.high[1], x.w.w, dot4(s.low[1], x.w.y, WHOLE))), c, v[1]);

@@ -1,0 +1,141 @@
+"""strata bench synth: a model of random weights with the real geometry, written to a folder or measured in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+
+from strata.base.errors import need
+from strata.base.geometry import CELL_ROWS, CONTEXT_RESERVE
+from strata.cli import flags
+from strata.cli.output import Bar
+
+if TYPE_CHECKING:
+    from strata.model import Model
+    from strata.synth import SynthSpec
+
+ARCHITECTURES = ("qwen4exp",)
+ROUTINGS = ("replayed", "uniform", "own")
+REPLAYED_TOKENS = 1024
+WARM_UP_TOKENS = 8
+
+
+def command(
+    arch: Annotated[str, typer.Option(help="Architecture: qwen4exp.")] = "qwen4exp",
+    layers: Annotated[int, typer.Option(help="Layers; the real model has 48.")] = 2,
+    experts: Annotated[str, typer.Option(help="Types of the routed experts: GATE_UP/DOWN.")] = "Q4_K/IQ4_NL",
+    n_experts: Annotated[int, typer.Option("--n-experts", help="Routed experts a layer.")] = 512,
+    out: Annotated[Path | None, typer.Option(help="Folder to write the file to; without it, it stays in memory.")] = None,
+    tokens: Annotated[int, typer.Option("--tokens", "-n", help="Tokens decoded in a repeat; 0: only write.")] = 64,
+    prefill_tokens: Annotated[int, typer.Option(help="Prompt tokens read in a repeat; 0: none.")] = 512,
+    repeat: Annotated[int, typer.Option("--repeat", "-r", help="Repeats; medians and spread are reported.")] = 3,
+    routing: Annotated[str, typer.Option(help="replayed (skewed, local), uniform, or own: what the weights choose.")]
+    = "replayed",
+    threads: flags.Threads = None,
+    seed: Annotated[int, typer.Option(help="Of weights and routing.")] = 1,
+    json_: flags.Json = False,
+) -> None:
+    """Make a model of random weights and measure decode and prefill on it.
+
+    Widths, vocabulary and the dense types are those of the Q2_0 release; the n-gram table is small. What experts the
+    tokens ask for decides what is read from memory, so that is printed before any rate.
+    """
+    from strata.synth import SynthSpec
+
+    need(arch in ARCHITECTURES, "no such architecture", found=repr(arch), needed=", ".join(ARCHITECTURES))
+    need(routing in ROUTINGS, "no such routing", found=repr(routing), needed=", ".join(ROUTINGS))
+    need(tokens == 0 or tokens >= 2, "--tokens is too small", found=tokens, needed="0 or >= 2")
+    need(out is not None or tokens > 0, "nothing to do", found="--tokens 0 without --out", needed="--out or tokens")
+    need(repeat >= 1, "--repeat is too small", found=repeat, needed=">= 1")
+    need(prefill_tokens >= 0, "--prefill-tokens is negative", found=prefill_tokens)
+    spec = SynthSpec.of_types(experts, layers=layers, experts=n_experts, seed=seed)
+    report: dict[str, Any] = {"command": " ".join(["strata", *sys.argv[1:]]), "spec": asdict(spec)}
+    with _made(spec, out) as path:
+        report["model"] = str(path)
+        if out is not None and not json_:
+            typer.echo(f"model      {path}")
+        if tokens:
+            report |= _measure(path, spec, tokens, prefill_tokens, repeat, routing, threads, json_)
+    if json_:
+        typer.echo(json.dumps(report, indent=2))
+
+
+@contextlib.contextmanager
+def _made(spec: SynthSpec, out: Path | None) -> Iterator[Path]:
+    from strata.synth import memory_model, write_model
+
+    with Bar("making the model", "bytes") as bar:
+        if out is not None:
+            path = write_model(out, spec, bar.update)
+            yield path
+            return
+        with memory_model(spec, bar.update) as path:
+            yield path
+
+
+def _measure(
+    path: Path, spec: SynthSpec, tokens: int, prefill_tokens: int, repeat: int, routing_name: str, threads: int | None,
+    quiet: bool,
+) -> dict[str, Any]:  # fmt: skip
+    from strata.measure import PROMPT_TOKENS, Speed
+    from strata.replay import routing, routing_facts
+
+    def say(text: str) -> None:
+        if not quiet:
+            typer.echo(text)
+
+    cells = max(PROMPT_TOKENS + tokens, prefill_tokens) + CONTEXT_RESERVE + 1
+    context = -(-cells // CELL_ROWS) * CELL_ROWS
+    with flags.loaded(path, context=context, threads=threads) as model:
+        text = files("strata.cli.bench").joinpath("prompt.txt").read_text(encoding="utf-8")
+        bench = Speed(model, text)
+        replayed = _replayed(model, routing_name, spec.seed)
+        with routing(model._backend, replayed) as log:
+            bench.decode(WARM_UP_TOKENS, profile=False)
+            log.runs.clear()
+            bench.decode(tokens, profile=False)
+            decoded = np.concatenate([run for run in log.runs if len(run) == 1])
+            facts = routing_facts(decoded, model.geometry.E)
+            say(f"routing    {routing_name}: {facts}")
+            found: dict[str, Any] = {"routing": {"kind": routing_name, **asdict(facts)}}
+            rates = [1e6 / bench.decode(tokens, profile=False).wall_us for _ in range(repeat)]
+            found["decode_tokens_per_s"] = _spread(rates)
+            say(f"decode     {_rate(found['decode_tokens_per_s'])}, {repeat} x {tokens} tokens")
+            if prefill_tokens:
+                log.runs.clear()
+                bench.prefill(prefill_tokens)
+                facts = routing_facts(log.ids, model.geometry.E)
+                say(f"routing    of the prompt: {facts}")
+                found["prefill_routing"] = asdict(facts)
+                found["prefill_tokens_per_s"] = _spread([bench.prefill(prefill_tokens) for _ in range(repeat)])
+                say(f"prefill    {_rate(found['prefill_tokens_per_s'])}, {repeat} x {prefill_tokens} tokens")
+        stats = model.stats()
+        found |= {"threads": stats["threads"], "backend": stats["backend"], "load_s": round(model.load_seconds, 2)}
+        say(f"backend    {stats['backend']}, {stats['threads']} threads")
+    return found
+
+
+def _replayed(model: Model, routing_name: str, seed: int) -> np.ndarray | None:
+    from strata.replay import skewed_ids, uniform_ids
+
+    g = model.geometry
+    make = {"replayed": skewed_ids, "uniform": uniform_ids}.get(routing_name)
+    return None if make is None else make(REPLAYED_TOKENS, g.L, g.E, g.K, seed)
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {name: round(f(values), 2) for name, f in (("median", statistics.median), ("min", min), ("max", max))}
+
+
+def _rate(spread: dict[str, float]) -> str:
+    return f"{spread['median']:.1f} tokens/s (from {spread['min']:.1f} to {spread['max']:.1f})"

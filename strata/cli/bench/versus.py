@@ -1,0 +1,205 @@
+"""strata bench versus: greedy decode of one file by this library and by llama.cpp (package xllamacpp), in turn."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version as version_of
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+import strata
+from strata.base.errors import BadArgument, StrataError, need
+from strata.base.geometry import CELL_ROWS, CONTEXT_RESERVE
+from strata.cli import flags
+from strata.cli.locate import find_model
+from strata.cpu.cores import core_facts, usable_cores
+from strata.cpu.tiers import VARIABLE, available_tiers, best_tier
+
+WARM_UP_TOKENS = 8
+PAUSE_S = 0.05
+"""Between the two: their workers have stopped spinning by then."""
+
+
+def command(
+    model: flags.Model = None,
+    synth: Annotated[str, typer.Option(help="Instead of a model: two layers of random weights, GATE_UP/DOWN types.")]
+    = "",
+    layers: Annotated[int, typer.Option(help="Layers of --synth.")] = 2,
+    tiers: Annotated[str, typer.Option(help="Kernel tiers, comma-separated; default: the one in force.")] = "",
+    tokens: Annotated[int, typer.Option("--tokens", "-n", help="Tokens decoded in a repeat.")] = 64,
+    repeat: Annotated[int, typer.Option("--repeat", "-r", help="Repeats of each; medians are compared.")] = 5,
+    threads: flags.Threads = None,
+    json_: flags.Json = False,
+) -> None:
+    """Compare greedy decode with llama.cpp: same file, prompt, threads and number of tokens, float16 KV, interleaved.
+
+    llama.cpp's rate is the one that it reports for decode; it may repack weights as it likes.
+    """
+    need(tokens >= 2, "--tokens is too small", found=tokens, needed=">= 2")
+    need(repeat >= 1, "--repeat is too small", found=repeat, needed=">= 1")
+    need(not (synth and model), "--model and --synth exclude each other", found="both", needed="one")
+    wanted = [int(t) for t in tiers.split(",") if t.strip().isdecimal()] if tiers else [best_tier()]
+    good = wanted and all(t in available_tiers() for t in wanted)
+    need(bool(good), "--tiers cannot be run here", found=repr(tiers), needed=f"some of {available_tiers()}")
+    threads = usable_cores(core_facts()) if threads is None else threads
+    _llama()
+    with _file(model, synth, layers) as path:
+        if wanted == [best_tier()]:
+            found = [_compare(path, tokens, repeat, threads)]
+        else:
+            found = [_in_tier(t, path, tokens, repeat, threads) for t in wanted]
+    about = {
+        "command": " ".join(["strata", *sys.argv[1:]]),
+        "model": synth or str(path),
+        "threads": threads,
+        "tokens": tokens,
+        "repeats": repeat,
+        "versions": {"strata": strata.__version__, **{n: version_of(n) for n in ("xllamacpp", "numba", "llvmlite")}},
+    }
+    if json_:
+        typer.echo(json.dumps(about | {"results": found}, indent=2))
+        return
+    for name, value in about.items():
+        typer.echo(f"{name:<10} {value}")
+    for f in found:
+        ours, theirs = f["strata_tokens_per_s"], f["llama_tokens_per_s"]
+        typer.echo(
+            f"tier {f['tier']:<5} {ours['median']:.1f} ({ours['min']:.1f} to {ours['max']:.1f}) tokens/s, llama.cpp "
+            f"{theirs['median']:.1f} ({theirs['min']:.1f} to {theirs['max']:.1f}): {f['ratio']:.2f} x, fastest repeats {f['fastest_ratio']:.2f} x"
+        )
+        if "cpu_ratio" in f:
+            typer.echo(
+                f"           {f['strata_cpu_ms']['median']:.2f} ms of CPU a token, llama.cpp "
+                f"{f['llama_cpu_ms']['median']:.2f}: {f['cpu_ratio']:.2f} x"
+            )
+
+
+@contextlib.contextmanager
+def _file(model: Path | None, synth: str, layers: int) -> Iterator[Path]:
+    """The model's file; a synthetic one lies in memory."""
+    if not synth:
+        yield find_model(model)
+        return
+    from strata.synth import SynthSpec, memory_model
+
+    with memory_model(SynthSpec.of_types(synth, layers=layers)) as path:
+        yield path
+
+
+def _in_tier(tier: int, path: Path, tokens: int, repeat: int, threads: int) -> dict[str, Any]:
+    """The comparison in a process of its own, which reads its tier at the start."""
+    code = "import sys, json; from pathlib import Path; from strata.cli.bench.versus import _compare; " \
+        "print(json.dumps(_compare(Path(sys.argv[1]), *map(int, sys.argv[2:]))))"  # fmt: skip
+    command = [sys.executable, "-c", code, str(path), *map(str, (tokens, repeat, threads))]
+    done = subprocess.run(command, env=os.environ | {VARIABLE: str(tier)}, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise StrataError(f"the comparison in tier {tier} failed", found=done.stderr.strip().splitlines()[-1:])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _compare(path: Path, tokens: int, repeat: int, threads: int) -> dict[str, Any]:
+    """Both programs on one file. ratio: of the medians of tokens/s; fastest_ratio: of the best repeats, which other
+    programs disturbed least. With one thread also of CPU time, which no other program's work is in."""
+    from strata.measure import PROMPT_TOKENS, Speed
+
+    context = -(-(PROMPT_TOKENS + tokens + CONTEXT_RESERVE + 1) // CELL_ROWS) * CELL_ROWS
+    text = files("strata.cli.bench").joinpath("prompt.txt").read_text(encoding="utf-8")
+    ours, theirs, ours_ms, theirs_ms = [], [], [], []
+    with strata.load(path, context=context, threads=threads, kv="f16") as model, Llama(path, context, threads) as llama:
+        bench = Speed(model, text)
+        prompt = bench.prompt(PROMPT_TOKENS)
+        bench.decode(WARM_UP_TOKENS, profile=False)
+        llama.decode(prompt, WARM_UP_TOKENS)
+        for _ in range(repeat):
+            time.sleep(PAUSE_S)
+            sample = bench.decode(tokens, profile=False)
+            ours.append(1e6 / sample.wall_us)
+            ours_ms.append(sample.wall_us * sample.busy / 1e3)
+            time.sleep(PAUSE_S)
+            began = time.process_time()
+            theirs.append(llama.decode(prompt, tokens))
+            middle = time.process_time()
+            if threads == 1:
+                llama.decode(prompt, 1)
+                prompt_s = time.process_time() - middle
+                theirs_ms.append((middle - began - prompt_s) * 1e3 / (tokens - 1))
+    ratio = statistics.median(ours) / statistics.median(theirs)
+    found = {"tier": best_tier(), "strata_tokens_per_s": _spread(ours), "llama_tokens_per_s": _spread(theirs),
+             "ratio": round(ratio, 3), "fastest_ratio": round(max(ours) / max(theirs), 3)}  # fmt: skip
+    if threads == 1:
+        found |= {"strata_cpu_ms": _spread(ours_ms), "llama_cpu_ms": _spread(theirs_ms),
+                  "cpu_ratio": round(statistics.median(theirs_ms) / statistics.median(ours_ms), 3)}  # fmt: skip
+    return found
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {name: round(f(values), 2) for name, f in (("median", statistics.median), ("min", min), ("max", max))}
+
+
+def _llama() -> Any:
+    try:
+        return importlib.import_module("xllamacpp")
+    except ImportError as error:
+        raise BadArgument("xllamacpp is not installed", advice='Install it: pip install "strata[bench]".') from error
+
+
+class Llama:
+    """A file in llama.cpp on the CPU, in this process. Use as a context manager. It serves on a socket in a private
+    folder, since the package wants an address; nothing is sent through it."""
+
+    def __init__(self, path: Path, context: int, threads: int):
+        xllamacpp = _llama()
+        self._folder = tempfile.mkdtemp(prefix="strata-versus-")
+        params = xllamacpp.CommonParams()
+        params.model.path = str(path)
+        params.n_ctx = context
+        params.n_parallel = 1
+        params.n_gpu_layers = 0
+        params.cpuparams.n_threads = threads
+        params.cpuparams_batch.n_threads = threads
+        params.warmup = False
+        params.fit_params = False
+        params.cache_ram_mib = 0
+        params.verbosity = 0
+        params.hostnames = [str(Path(self._folder) / "llama.sock")]
+        try:
+            self._server = xllamacpp.Server(params)
+        except RuntimeError as error:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise StrataError(f"llama.cpp does not load '{path}'", found=str(error)) from error
+
+    def decode(self, prompt: np.ndarray, tokens: int) -> float:
+        """Tokens/s of greedy decode after the prompt, by llama.cpp's own clock; the first token is the prompt's."""
+        request = {"prompt": [int(t) for t in prompt], "n_predict": tokens, "temperature": 0, "samplers": ["top_k"],
+                   "top_k": 1, "ignore_eos": True, "cache_prompt": False}  # fmt: skip
+        reply = self._server.handle_completions(request)
+        if "error" in reply:
+            raise StrataError("llama.cpp refused to decode", found=reply["error"].get("message"))
+        timings = reply["timings"]
+        if timings["predicted_n"] != tokens:
+            raise StrataError("llama.cpp stopped early", found=f"{timings['predicted_n']} tokens", needed=tokens)
+        return float(timings["predicted_per_second"])
+
+    def close(self) -> None:
+        self._server = None
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> Llama:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,97 @@
+"""Quantised products on the GPU's code, run on the CPU: the bits of the lane rules, for every format."""
+
+import numpy as np
+import pytest
+
+from strata.base import arithmetic
+from strata.base.errors import BadArgument
+from strata.gpu.activations import Activations
+from strata.gpu.gemv import gemv, relayout
+from strata.pack.formats import FORMATS, by_name
+from strata.pack.lanes import gemv as exact
+from tests.block_data import MODES, random_activations, random_rows
+from tests.canonical.call import assert_same, check_guards, room
+from tests.gpu.run_on_cpu import ActivationArea, address, needs_compiler, run_all
+
+pytestmark = needs_compiler
+QUANTISED = [f for f in FORMATS.values() if f.group]
+
+
+def aligned(data: np.ndarray) -> np.ndarray:
+    """A copy on a 16-byte boundary with a guard of garbage behind it."""
+    whole = np.full(data.size + 48, 0xA5, np.uint8)
+    start = -whole.ctypes.data % 16
+    whole[start : start + data.size] = data
+    return whole[start : start + data.size]
+
+
+def area_of(x: np.ndarray, group: int) -> ActivationArea:
+    """Activations of x (T, K) as the quantiser makes them."""
+    area = ActivationArea(*x.shape, group)
+    codes, scales, bad = arithmetic.quantise(x, group)
+    assert not bad
+    area.codes[:], area.scales[:] = codes, scales
+    area.sums[:] = codes.astype(np.int32).reshape(len(x), -1, 16).sum(-1, dtype=np.int32)
+    return area
+
+
+def wanted(format, raw, x):
+    codes, scales, _ = arithmetic.quantise(x, format.group)
+    return np.stack([exact(format, raw, c, s) for c, s in zip(codes, scales, strict=True)])
+
+
+def check(format, raw, x, reverse=False, spare=0, expected=None):
+    T, rows = len(x), len(raw)
+    weights, area, y = aligned(relayout(format, raw)), area_of(x, format.group), room(T, rows + spare)
+    run_all(gemv(format, address(weights), rows, area.places, address(y), rows + spare), reverse=reverse)
+    check_guards(y)
+    assert (y[:, rows:].view(np.uint8) == 0x5A).all(), "written between the rows"
+    expected = wanted(format, raw, x) if expected is None else expected
+    assert_same(y[:, :rows], expected, f"{format.name}, K {x.shape[1]}, T {T}")
+
+
+def widths(format):
+    return (256, 768, 2560) if format.group == 256 else (64, 128, 640, 704, 2560)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("format", QUANTISED, ids=lambda f: f.name)
+def test_same_bits(format, mode):
+    """13 rows: two row blocks of a warp, and a last one that is not full. T 1, 2, 3 and 5 reach every path."""
+    for k, K in enumerate(widths(format)):
+        raw, x = random_rows(format, 13, K, mode, seed=10 + k), random_activations(5, K, mode, seed=20 + k)
+        expected = wanted(format, raw, x)
+        for T in (1, 2, 3, 5) if K in (640, 704, 768) else (1, 4):
+            check(format, raw, x[:T], reverse=T == 3, spare=3, expected=expected[:T])
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "IQ4_NL", "Q2_0", "NVFP4", "Q4_K", "IQ1_M"])
+def test_many_rows_and_columns(name):
+    """Blocks of several warps, row counts around them, and columns in two groups."""
+    format = by_name(name)
+    K = format.group * (1 if format.group == 256 else 4)
+    raw, x = random_rows(format, 70, K, "mid", seed=1), random_activations(8, K, "mid", seed=2)
+    expected = wanted(format, raw, x)
+    for rows, T in ((1, 8), (4, 1), (8, 6), (33, 7), (70, 8)):
+        check(format, raw[:rows], x[:T], expected=expected[:T, :rows], reverse=rows == 33)
+
+
+@pytest.mark.parametrize("format", QUANTISED, ids=lambda f: f.name)
+def test_every_number_of_blocks(format):
+    """Rows that end anywhere in a chunk."""
+    for blocks in range(1, 10):
+        K = blocks * format.block_values
+        raw, x = random_rows(format, 5, K, "edge", seed=blocks), random_activations(1, K, "edge", seed=blocks)
+        check(format, raw, x)
+
+
+def test_refusals():
+    x = Activations.at(1 << 20, 2, 256, 32)
+    with pytest.raises(BadArgument, match="Q4_K"):
+        gemv(by_name("Q4_K"), 64, 4, x, 64)
+    with pytest.raises(BadArgument, match="F32"):
+        gemv(by_name("F32"), 64, 4, x, 64)
+    with pytest.raises(BadArgument, match="columns"):
+        gemv(by_name("Q8_0"), 64, 4, Activations.at(1 << 20, 33, 256, 32), 64)
+    with pytest.raises(BadArgument, match="multiple of 64"):
+        gemv(by_name("Q2_0"), 64, 4, Activations.at(1 << 20, 1, 96, 32), 64)
