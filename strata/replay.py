@@ -65,7 +65,7 @@ class RoutingFacts:
 
     def __str__(self) -> str:
         return (f"{self.distinct:.1f} distinct experts per {self.span} tokens, overlap with the previous token "
-                f"{100 * self.overlap:.0f} %, top experts' share {100 * self.top_share:.0f} % ({self.tokens} tokens)")  # fmt: skip
+                f"{100 * self.overlap:.0f} %, top experts' share {100 * self.top_share:.0f} %, {self.tokens} tokens")
 
 
 def routing_facts(ids: np.ndarray, E: int) -> RoutingFacts:

@@ -28,6 +28,9 @@ from strata.pack.random_blocks import random_rows
 from strata.text_vocabulary import byte_vocabulary
 
 VOCABULARY = 248_320
+MULTIPLIERS = (23703573157769, 20109073645365, 8052911324071)
+"""Of the n-gram hash."""
+
 EMBEDDING_STD = 8.0
 ROUTER_GAIN = 4.0
 PIECE_BYTES = 8 << 20
@@ -103,19 +106,20 @@ def _primes(least: int, n: int) -> tuple[int, ...]:
 
 
 def geometry_of(spec: SynthSpec) -> Geometry:
-    """The real widths and order: every fourth layer is attention, and layer 1 has the n-gram block. Of two or three layers
-    the last one is attention, and of two the first one has the n-gram block: every kind of op is there."""
+    """The real widths and order: every fourth layer is attention, and layer 1 has the n-gram block. Of two or three
+    layers the last one is attention, and of two the first one has the n-gram block: every kind of op is there."""
     period = spec.layers if spec.layers in (2, 3) else 4
+    kinds = tuple("qsa" if i % period == period - 1 else "gdn" for i in range(spec.layers))
     moduli = _primes(spec.ngram_rows, 16)
     offsets = tuple(int(o) for o in np.cumsum((0, *moduli))[:-1])
     reset = spec.vocabulary - 276
-    ngram = NgramGeometry(0 if spec.layers == 2 else 1, 3, 8, 160, 4, reset, reset + 12, (23703573157769, 20109073645365, 8052911324071), moduli,
-                          offsets)  # fmt: skip
+    ngram = NgramGeometry(0 if spec.layers == 2 else 1, 3, 8, 160, 4, reset, reset + 12, MULTIPLIERS, moduli, offsets)
     return Geometry(
-        architecture="qwen4exp", L=spec.layers, D=2560, V=spec.vocabulary, trained_context=262_144, rms_eps=1e-6, C=4,
-        hc_rank=320, kinds=tuple("qsa" if i % period == period - 1 else "gdn" for i in range(spec.layers)),
-        H=24, Hkv=2, dh=256, rotary_dims=64, rope_base=1e7, indexer_heads=4, indexer_dim=128, budget_cells=2048,
-        block_cells=4, gdn_key_heads=16, gdn_value_heads=48, gdn_key_dim=128, gdn_value_dim=128, gdn_conv_taps=4,
+        architecture="qwen4exp", L=spec.layers, D=2560, V=spec.vocabulary, trained_context=262_144,
+        rms_eps=float(np.float32(1e-6)), C=4, hc_rank=320, kinds=kinds, H=24, Hkv=2, dh=256, rotary_dims=64,
+        rope_base=1e7, indexer_heads=4, indexer_dim=128, budget_cells=2048 if "qsa" in kinds else 0,
+        block_cells=4 if "qsa" in kinds else 0,
+        gdn_key_heads=16, gdn_value_heads=48, gdn_key_dim=128, gdn_value_dim=128, gdn_conv_taps=4,
         E=spec.experts, K=10, F=640, shared_width=640, router_scale=1.0, ngram=ngram if spec.layers > 1 else None,
     )  # fmt: skip
 
@@ -251,7 +255,8 @@ def write_model(folder: str | Path, spec: SynthSpec, progress: Callable[[int, in
     except OSError as error:
         part.unlink(missing_ok=True)
         if error.errno == 28:
-            raise DoesNotFit(f"the disk of '{folder}' is too small", needed=f"{model_bytes(spec) / 1e9:.1f} GB") from error
+            needed = f"{model_bytes(spec) / 1e9:.1f} GB"
+            raise DoesNotFit(f"the disk of '{folder}' is too small", needed=needed) from error
         raise FileError(f"'{path}' cannot be written", found=error.strerror or str(error)) from error
     except BaseException:
         part.unlink(missing_ok=True)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import strata
-from strata.base.errors import BadArgument
 from strata.spec.policy import DraftPolicy
 from tests.drafters import (
     Digests,
@@ -369,99 +368,3 @@ def test_the_draft_layer_is_accepted_about_as_often_as_measured_elsewhere(model,
     found = acceptance(model, held_out(val, {"code": 5, "doc": 5, "chat": 2}))
     print(f"{found.mean:.3f} accepted a round, {found.rounds} rounds, {np.round(found.by_position, 3)}")
     assert 1.98 * 0.8 < found.mean < 1.98 * 1.2
-
-
-# ---- rounds in which nothing is asked
-
-
-class Idle(Told):
-    """Never drafts; windows are said to be so short that asking is dear."""
-
-    def __init__(self):
-        super().__init__(lambda: 0)
-        self.rests: list[int] = []
-
-    def window_ms(self, T: int) -> float:
-        return 1e-3 * T
-
-    def rested(self, rounds: int, ms: float) -> None:
-        assert ms > 0
-        self.rests.append(rounds)
-
-
-def test_while_nothing_is_drafted_most_rounds_are_not_asked_about(model, plain, prompts):
-    policy = Idle()
-    session = drafting_session(model, policy, draft_layer=False)
-    answer = session.generate(prompts[0], max_tokens=200, **GREEDY)
-    assert answer.tokens[:N_NEW] == plain.answer(0).tokens
-    assert policy.rests == [1, 3, 7, 15, 31, 63, 64, 8] and len(policy.outcomes) == 8
-    assert answer.drafts["windows"] == 200 and answer.drafts["windows_by_committed"][0] == 200
-    lookup = session._state.speculator.lookup
-    assert lookup._tokens[: lookup._n].tolist() == [*prompts[0].tolist(), *answer.tokens]
-    assert session._state.speculator.total.committed == {1: 200}
-
-
-def test_asking_begins_again_with_the_next_answer_and_after_a_draft(model, plain, prompts):
-    policy = Idle()
-    session = drafting_session(model, policy, Oracle(plain.text(0)), draft_layer=False)
-    session.generate(prompts[0], max_tokens=20, **GREEDY)
-    assert policy.rests == [1, 3, 7, 5]
-    session.clear()
-    script = iter([0, 0, 2, 0, 0, 0, 0])
-    policy.lengths, policy.rests = lambda: next(script), []
-    answer = session.generate(prompts[0], max_tokens=20, **GREEDY)
-    assert answer.tokens == plain.answer(0).tokens[:20]
-    assert policy.rests == [1, 3, 1, 3, 4]
-
-
-# ---- telemetry
-
-
-def test_what_drafting_did_is_counted(model, plain, prompts):
-    session = drafting_session(model, Told(lambda: 4), PlantedError(plain.text(0)))
-    told = session.generate(prompts[0], max_tokens=N_NEW, **GREEDY).drafts
-    policy = session._state.speculator.policy
-    assert told["windows"] == len(policy.outcomes)
-    assert told["committed_per_window"] == pytest.approx(N_NEW / told["windows"])
-    assert sum(n * windows for n, windows in enumerate(told["windows_by_committed"], 1)) == N_NEW
-    assert told["draft_ms"] == pytest.approx(sum(o.draft_ms for o in policy.outcomes)) and told["draft_ms"] > 0
-    assert list(told["by_source"]) == ["user"]
-    user = told["by_source"]["user"]
-    made = [(o, d) for o in policy.outcomes for d in o.drafts if d.source == "user"]
-    agreed = [draft.agreement(outcome.committed)[0] for outcome, draft in made]
-    assert user["accepted"] == [sum(a > place for a in agreed) for place in range(4)]
-    assert user["offered"] == [sum(len(draft.tokens) > place for _, draft in made) for place in range(4)]
-    assert told["offered"] == sum(user["offered"]) and told["accepted"] == sum(user["accepted"]) < told["offered"]
-
-
-def test_statistics_of_a_model(tiny_path, mtp_path, plain, prompts, caplog):
-    class Fails:
-        def propose(self, tokens, k):
-            raise RuntimeError("no luck")
-
-    with strata.load(tiny_path, context=256, draft=mtp_path, sessions=2) as model:
-        before = model.stats()["drafting"]
-        assert (before["windows"], before["offered"], before["by_source"]) == (0, 0, {})
-        assert before["drafters"] == ["mtp", "lookup"] and before["switched_off"] is None
-        with model.session() as other:
-            answers = [model.generate(prompts[0], max_tokens=30), other.generate(prompts[4], max_tokens=30)]
-            stream = other.stream(prompts[5], max_tokens=30)
-            next(stream)
-            stream.close()  # windows of an answer that was broken off count as well
-        after = model.stats()["drafting"]
-        assert after["windows"] == sum(a.drafts["windows"] for a in answers) + 1
-        assert after["offered"] == sum(a.drafts["offered"] for a in answers) + stream.result.drafts["offered"]
-        assert len(after["window_ms"]) == 8 and after["window_ms"][0] > 0 and after["one_draft_ms"] > 0
-        assert 0 <= after["probe_share"] < 1
-    with strata.load(tiny_path, context=256, draft=Fails()) as model:
-        model.generate(prompts[0], max_tokens=20)
-        assert model.stats()["drafting"]["drafters"] == ["user", "lookup"]
-        assert "no luck" in model.stats()["drafting"]["switched_off"]
-    with strata.load(tiny_path, context=256) as model:
-        assert model.stats()["drafting"] is None
-
-
-def test_options_of_drafting_are_checked(model):
-    for wrong in ({"drafts": 1}, {"draft_acceptance": "typical"}):
-        with pytest.raises(BadArgument):
-            model.generate("a", max_tokens=1, **wrong)

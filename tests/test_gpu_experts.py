@@ -69,7 +69,9 @@ class Layer:
             return Place(address(self.memory[part]) + expert * self.strides[part])
         if self.by_table:
             for p in range(3):
-                self.table[:, p] = np.uint64(address(self.memory[p])) + np.arange(self.E, dtype=np.uint64) * np.uint64(self.strides[p])
+                self.table[:, p] = np.uint64(address(self.memory[p])) + np.arange(self.E, dtype=np.uint64) * np.uint64(
+                    self.strides[p]
+                )
             return Place(table=address(self.table), part=part)
         return Place(address(self.memory[part]), self.strides[part])
 
@@ -87,12 +89,16 @@ class Layer:
         launches = []
         if together:
             hidden = Hidden(self.place(1, expert), h.places, error.address, WHERE, factors, self.E)
-            launches += product(gate, self.place(0, expert), self.F, x_areas[gate.group].places, entries=entries, hidden=hidden)
+            launches += product(
+                gate, self.place(0, expert), self.F, x_areas[gate.group].places, entries=entries, hidden=hidden
+            )
         else:
             g, u = room(n, self.F), room(n, self.F)
             for part, side in ((0, g), (1, u)):
                 f = self.formats[part]
-                launches += product(f, self.place(part, expert), self.F, x_areas[f.group].places, address(side), entries=entries)
+                launches += product(
+                    f, self.place(part, expert), self.F, x_areas[f.group].places, address(side), entries=entries
+                )
             launches += swiglu(address(g), address(u), n, self.F, h.places, error.address, WHERE,
                                ids=0 if ids is None else address(ids), g_scales=factors,
                                u_scales=factors and factors + 4 * self.E)  # fmt: skip
@@ -117,7 +123,12 @@ def draw(T: int, K: int, E: int, seed: int = 0) -> np.ndarray:
     return np.stack([rng.permutation(E)[:K] for _ in range(T)]).astype(np.int32)
 
 
-TOGETHER = [("Q4_K", "Q4_K", "IQ4_NL"), ("IQ3_XXS", "IQ3_XXS", "Q2_0"), ("Q8_0", "Q8_0", "Q8_0"), ("Q5_1", "Q5_1", "MXFP4")]
+TOGETHER = [
+    ("Q4_K", "Q4_K", "IQ4_NL"),
+    ("IQ3_XXS", "IQ3_XXS", "Q2_0"),
+    ("Q8_0", "Q8_0", "Q8_0"),
+    ("Q5_1", "Q5_1", "MXFP4"),
+]
 
 
 @pytest.mark.parametrize("names", TOGETHER, ids="-".join)
@@ -131,7 +142,9 @@ def test_experts(names, T):
     assert_same(out.reshape(T, 3, -1), layer.wanted(x, ids))
 
 
-@pytest.mark.parametrize("names", [("Q4_K", "Q5_K", "Q5_0"), ("Q6_K", "Q6_K", "Q4_K"), ("Q8_0", "Q4_K", "Q3_K")], ids="-".join)
+@pytest.mark.parametrize(
+    "names", [("Q4_K", "Q5_K", "Q5_0"), ("Q6_K", "Q6_K", "Q4_K"), ("Q8_0", "Q4_K", "Q3_K")], ids="-".join
+)
 @pytest.mark.parametrize("T", [1, 5])
 def test_experts_in_steps(names, T):
     """Formats that differ, or a down product with groups of 256."""
@@ -200,8 +213,9 @@ def test_entries_decided_elsewhere(T, together):
         terms = arithmetic.combine_terms(weights[..., None], wanted)[0]
         extra = np.ascontiguousarray(np.where(decisions[..., None] == ELSEWHERE, terms, 0).sum(1))
         y, error = room(T, layer.D), ErrorWord()
-        run_all(combine(address(out), address(ids), address(weights), address(shared), address(gate), address(y), T, K, layer.D,
-                        error.address, WHERE, mine=address(decisions), extra=address(extra)))  # fmt: skip
+        places = (address(a) for a in (out, ids, weights, shared, gate, y))
+        more = {"mine": address(decisions), "extra": address(extra)}
+        run_all(combine(*places, T, K, layer.D, error.address, WHERE, **more))
         assert error.reported is None
         assert_same(y, expected)
 
@@ -209,14 +223,11 @@ def test_entries_decided_elsewhere(T, together):
 def test_a_value_that_is_not_finite_names_its_expert():
     layer = Layer(("Q8_0", "Q8_0", "Q8_0"), D=64, F=32)
     x, ids = plain(np.random.default_rng(1), 2, 64), np.array([[3, 1], [1, 2]], np.int32)
-    blocks = layer.raw[0][2].reshape(32, 2, 34)
-    blocks[5, :, :2] = np.array([60000], np.float16).view(np.uint8)
-    layer.raw[1][2].reshape(32, 2, 34)[5, :, :2] = np.array([60000], np.float16).view(np.uint8)
     x[1] *= np.float32(1e35)
-    for part in range(2):
-        layer.memory[part][2 * layer.strides[part] :][: relayout(layer.formats[part], layer.raw[part][2]).size] = relayout(
-            layer.formats[part], layer.raw[part][2]
-        )
+    for part in range(2):  # gate and up of expert 2 overflow, those of expert 1 too, as row 1 is so large
+        layer.raw[part][2].reshape(32, 2, 34)[5, :, :2] = np.array([60000], np.float16).view(np.uint8)
+        relaid = relayout(layer.formats[part], layer.raw[part][2])
+        layer.memory[part][2 * layer.strides[part] :][: relaid.size] = relaid
     assert layer.outputs(x, ids)[1] in ((NOT_FINITE, LAYER, 1), (NOT_FINITE, LAYER, 2))
     assert layer.outputs(x[:1], ids[:1])[1] is None
 

@@ -6,7 +6,10 @@ import pytest
 from strata.base.errors import BadArgument
 from strata.gpu.gemv import tables
 from strata.gpu.relayout import LAYOUTS, _pieces, relayout, relayout_bytes, restore, row_block_bytes
+from strata.gpu.relayout_kernel import bit_map, relayout_launches
 from strata.pack.formats import FORMATS, by_name
+from tests.gpu.run_on_cpu import address, needs_compiler, run_all
+from tests.test_gpu_gemv import aligned
 
 QUANTISED = [f for f in FORMATS.values() if f.group]
 
@@ -57,7 +60,7 @@ def test_sections_are_whole_steps():
 
 @pytest.mark.parametrize("format", QUANTISED, ids=lambda f: f.name)
 def test_every_load_is_aligned(format):
-    """A thread loads what an item holds of a chunk (or of a lone step) at once, up to 16 bytes: the device insists on it."""
+    """A thread loads what an item holds of a chunk, or of a lone step, at once: the device insists on alignment."""
     layout = LAYOUTS[format.name]
     for n_blocks in range(1, 25):
         at = 0
@@ -86,3 +89,19 @@ def test_refusals():
         relayout(by_name("Q8_0"), np.zeros((4, 35), np.uint8))
     with pytest.raises(BadArgument, match="bytes"):
         restore(by_name("Q8_0"), np.zeros(34, np.uint8), 4, 64)
+
+
+@needs_compiler
+@pytest.mark.parametrize("format", QUANTISED, ids=lambda f: f.name)
+def test_the_device_makes_the_same_layout(format):
+    rng = np.random.default_rng(format.ggml_id)
+    for rows, blocks in ((1, 1), (9, 3), (4, 8), (6, 11), (5, 20)):
+        K = blocks * format.block_values
+        raw = np.ascontiguousarray(rng.integers(0, 256, (rows, blocks * format.block_bytes), dtype=np.uint8))
+        bits, out = (
+            aligned(bit_map(format, K).view(np.uint8)),
+            aligned(np.full(relayout_bytes(format, rows, K), 7, np.uint8)),
+        )
+        run_all(relayout_launches(format, address(raw), address(out), rows, K, address(bits)), reverse=rows == 9)
+        np.testing.assert_array_equal(out, relayout(format, raw))
+        assert (np.lib.stride_tricks.as_strided(out[-1:], (17,))[1:] == 0xA5).all(), "written behind the matrix"

@@ -1,8 +1,8 @@
 """The delta rule over several rows, a few columns of a state at a time.
 
-A column of the state needs nothing of the others, so a block of columns goes through all rows while it lies in the first
-cache, and a state is read from memory once. Decayed states are kept, not states: the next row needs just these, and
-what is added to them is in registers when it is needed. Sums over k have 4 lanes (k mod 4).
+A column of the state needs nothing of the others, so a block of columns goes through all rows while it lies in the
+first cache, and a state is read from memory once. Decayed states are kept, not states: the next row needs just these,
+and what is added to them is in registers when it is needed. Sums over k have 4 lanes (k mod 4).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from strata.cpu.float_vectors import LANES, WIDE, fma, load, splat
 from strata.cpu.simd import Simd, Value, f32, i64, kernel_intrinsic, vector
 
 _VECTORS = 2 if WIDE else 1
+_LINE = 64
 BLOCK = _VECTORS * LANES
 """Columns of a block: as many as registers hold sums of."""
 
@@ -49,7 +50,8 @@ class _Block:
 
     def __init__(self, s: Simd, outputs: bool, keep: bool, n_vectors: int):
         self.s, self.outputs, self.keep, self.n_vectors = s, outputs, keep, n_vectors
-        state, self.row_bytes, self.dk, self.T, k, q, gates, v, self.v_stride, y, self.y_stride, spare, self.later = s.args
+        state, self.row_bytes, self.dk, self.T, k, q, gates, v, self.v_stride, y, self.y_stride, spare, later = s.args
+        self.later = later
         self.state, self.k, self.q, self.gates, self.v, self.y, self.spare = (
             s.pointer(a) for a in (state, k, q, gates, v, y, spare)
         )
@@ -86,7 +88,7 @@ class _Block:
         """Prefetch what lies `distance` bytes behind row i of the block."""
         s = self.s
         row = s.at(self.state, s.b.add(s.b.mul(i, self.row_bytes), distance))
-        for line in range(0, self.block_bytes, 64):
+        for line in range(0, self.block_bytes, _LINE):
             s.prefetch(row, line, level=2)
 
     def first_pass(self) -> None:
@@ -143,9 +145,11 @@ class _Block:
 def _emit(s: Simd, outputs: int, keep: int, n_vectors: int) -> None:
     """(state, row_bytes, dk, T, k, q, gates, v, v_stride, y, y_stride, spare, later)
 
-    state: the block's first column in a (dk, dv) float32 state with rows of row_bytes; it becomes the state after T >= 1
-    rows if `keep`. k, q (T, dk); gates (T, 2): decay and beta; v, y: the block's columns in rows v_stride, y_stride
-    bytes apart, y written if `outputs`. spare: dk * 16 n_vectors floats. later: bytes to the block that comes next.
+    state: the block's first column in a (dk, dv) float32 state with rows of row_bytes; it becomes the state after
+    T >= 1 rows if `keep`. k, q (T, dk); gates (T, 2): decay and beta; v, y: the block's columns in rows v_stride,
+    y_stride bytes apart, y written if `outputs`. spare: dk * 16 n_vectors floats. later: bytes to the state that is
+    worked on next: it is asked for into the second cache (rows are so far apart that a column of them does not fit
+    into the first), piece by piece, while this one is computed.
     """
     block = _Block(s, bool(outputs), bool(keep), n_vectors)
     block.first_pass()
@@ -161,15 +165,13 @@ _columns = kernel_intrinsic("delta_columns", _emit, 13)
 
 
 @njit(error_model="numpy")
-def delta_rows(outputs, keep, state, dk, dv, T, k, q, gates, v, v_stride, y, y_stride, spare):
+def delta_rows(outputs, keep, state, dk, dv, T, k, q, gates, v, v_stride, y, y_stride, spare, later):
     """T >= 1 rows of one head; see `_emit`. outputs, keep: literals 0 or 1. dk a multiple of 4, dv of 16; spare holds
     dk * BLOCK floats."""
     row_bytes, j = 4 * dv, 0
     while j < dv:
         whole = dv - j >= BLOCK
         following = j + (BLOCK if whole else LANES)
-        # Behind the last block: the first one of the next head.
-        later = 4 * (following - j) if following < dv else dk * row_bytes - 4 * j
         if whole:
             _columns(literally(outputs), literally(keep), _VECTORS, state + 4 * j, row_bytes, dk, T, k, q, gates,
                      v + 4 * j, v_stride, y + 4 * j, y_stride, spare, later)  # fmt: skip

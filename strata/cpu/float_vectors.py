@@ -94,8 +94,10 @@ def exp(s: Simd, t: Value) -> Value:
 
 def widen_half(s: Simd, halves: Value) -> Value:
     """16 float16 as i16 -> float32, exact, as `half_f32`."""
-    if HAS_HALVES:
-        return s.widen_half(halves)
+    return s.widen_half(halves) if HAS_HALVES else widen_half_in_integers(s, halves)
+
+
+def widen_half_in_integers(s: Simd, halves: Value) -> Value:
     bits = s.b.zext(halves, vector(i32, LANES))
     magnitude = s.shl(s.and_(bits, 0x7FFF), 13)
     value = s.cast(s.b.fmul(s.cast(magnitude, f32, LANES), splat(s, 2.0**112)), i32, LANES)
@@ -108,6 +110,10 @@ def round_half(s: Simd, x: Value) -> Value:
     """16 float32 to the nearest float16 values, ties to even, as `f16_value(f16_bits(x))`."""
     if HAS_HALVES:
         return s.b.fpext(s.b.fptrunc(x, vector(f16, LANES)), vector(f32, LANES))
+    return round_half_in_integers(s, x)
+
+
+def round_half_in_integers(s: Simd, x: Value) -> Value:
     bits = s.cast(x, i32, LANES)
     m = s.and_(bits, 0x7FFFFFFF)
     # Below 2^-14 a multiple of 2^-24, which adding 0.5 rounds to; above, 13 bits are rounded away.

@@ -38,6 +38,9 @@ _COLUMNS = 4 if WIDE else 2
 AHEAD = 8
 """How many cells ahead of their use rows are asked for: their places are known, but no pattern leads there."""
 
+_AHEAD_IN_ORDER = 32
+"""The same for rows that follow each other."""
+
 _VALUE_BYTES = {"f32": 4, "f16": 2, "i8": 1}
 
 
@@ -49,6 +52,7 @@ class _Cells:
         self.cells, self.row_bytes = s.pointer(cells), s.times(dim, _VALUE_BYTES[kind])
         self.scales = s.pointer(scales) if kind == "i8" else None
         self.places = None if places is None else s.pointer(places)
+        self.ahead = AHEAD if places is not None else _AHEAD_IN_ORDER
         self.groups = s.b.udiv(dim, s.const(i64, SCALE_GROUP))
 
     def place(self, e: Value) -> Value:
@@ -76,9 +80,9 @@ class _Cells:
     def ask(self, e: Value, first_byte: Value, n_bytes: Value) -> None:
         """Prefetch a part of the row `AHEAD` entries behind e."""
         s = self.s
-        row = s.at(self.row(self.place(s.b.add(e, s.const(i64, AHEAD)))), first_byte)
+        row = s.at(self.row(self.place(s.b.add(e, s.const(i64, self.ahead)))), first_byte)
         with s.loop(s.b.udiv(s.b.add(n_bytes, s.const(i64, 63)), s.const(i64, 64))) as line:
-            s.prefetch(row, s.times(line, 64))
+            s.prefetch(row, s.times(line, 64), level=2)
 
 
 def _in_groups(s: Simd, count: Value, size: int, body: Callable[[Value, int], None]) -> None:
@@ -141,10 +145,10 @@ def _emit_scores(s: Simd, kind: str) -> None:
             for c in range(_CELLS):
                 e = lesser(s, s.b.add(first, s.b.add(s.times(turn, _CELLS), s.const(i64, c))), last)
                 place = cache.place(e)
+                cache.ask(e, s.const(i64, 0), cache.row_bytes)
                 if kind == "f32":
                     rows.append(cache.row(place))
                     continue
-                cache.ask(e, s.const(i64, 0), cache.row_bytes)
                 rows.append(s.at(wide, s.b.mul(row_bytes, s.const(i64, c))))
                 _widen_row(cache, place, rows[-1])
 

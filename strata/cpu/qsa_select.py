@@ -20,7 +20,7 @@ from strata.cpu.float_bits import f32_bits
 from strata.cpu.float_sums import all_finite
 from strata.cpu.float_vectors import LANES
 from strata.cpu.head_vectors import scores_of
-from strata.cpu.machine_code import f32_view, i32_view, i64_view, ld64
+from strata.cpu.machine_code import i32_view, i64_view, ld64
 
 if TYPE_CHECKING:
     from strata.base.program import Op
@@ -52,24 +52,41 @@ def score_blocks(q, keys, scores, heads, dim, n):
 
 
 @njit(error_model="numpy")
+def _digit_of_kth(counts, left):
+    """(digit, how many are still to be found among values of that digit), from the largest digit down."""
+    digit = counts.size - 1
+    while counts[digit] < left:
+        left -= counts[digit]
+        digit -= 1
+    return digit, left
+
+
+@njit(error_model="numpy")
 def kth_largest_bits(scores, n, k):
-    """Bits of the k-th largest of n non-negative scores, found byte by byte from the top."""
-    prefix, mask = I(0), I(0)
-    counts = np.empty(256, np.int64)
-    left = k
-    for shift in (24, 16, 8, 0):
-        counts[:] = 0
-        for b in range(n):
-            u = f32_bits(scores[b])
-            if (u & mask) == prefix:
-                counts[(u >> I(shift)) & I(255)] += 1
-        digit = 255
-        while counts[digit] < left:
-            left -= counts[digit]
-            digit -= 1
-        prefix = I(prefix | I(I(digit) << I(shift)))
-        mask = I(mask | I(I(255) << I(shift)))
-    return prefix, left
+    """(bits of the k-th largest of n non-negative scores, how many of that value are among the k largest).
+
+    Found digit by digit from the top: exponent and three more bits, then 12 and 8 bits of what shares them.
+    """
+    counts, rest = np.empty(4096, np.int32), np.empty(n, np.int32)
+    counts[:2048] = 0
+    for b in range(n):
+        counts[f32_bits(scores[b]) >> I(20)] += 1
+    high, left = _digit_of_kth(counts[:2048], k)
+    m = 0
+    for b in range(n):
+        u = f32_bits(scores[b])
+        rest[m] = u
+        m += 1 if (u >> I(20)) == high else 0
+    counts[:] = 0
+    for b in range(m):
+        counts[(rest[b] >> I(8)) & I(4095)] += 1
+    middle, left = _digit_of_kth(counts, left)
+    counts[:256] = 0
+    for b in range(m):
+        if ((rest[b] >> I(8)) & I(4095)) == middle:
+            counts[rest[b] & I(255)] += 1
+    low, left = _digit_of_kth(counts[:256], left)
+    return I((high << 20) | (middle << 8) | low), left
 
 
 @njit(error_model="numpy")

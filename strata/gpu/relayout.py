@@ -1,10 +1,10 @@
 """How quantised matrices lie in device memory: the bytes of the file in an order that suits the products.
 
-Rows are cut into row blocks of four. Along a row, a step is the work of eight threads, 64 bytes of codes in most formats:
-four or two blocks of 32 and 64 values, or a super-block. A chunk is one or two steps. Inside a chunk the bytes are sorted
-into sections; a section has, for each of the four rows, some items (one for each thread, or one for 2, 4 or 8 of them),
-and an item holds its bytes of all steps side by side. So a warp reads its codes as one run of 16-byte words and every
-scale from a place that is aligned for it:
+Rows are cut into row blocks of four. Along a row, a step is the work of eight threads, 64 bytes of codes in most
+formats: four or two blocks of 32 and 64 values, or a super-block. A chunk is one or two steps. Inside a chunk the bytes
+are sorted into sections; a section has, for each of the four rows, some items (one for each thread, or one for 2, 4 or
+8 of them), and an item holds its bytes of all steps side by side. So a warp reads its codes as one run of 16-byte words
+(8-byte ones in formats of few bits) and every scale from a place that is aligned for it:
 
     row block  = chunk, chunk, .., steps that are left over, each alone; rounded up to 16 bytes
     chunk      = section, section, ..            section = [row][item][step][bytes]
@@ -72,8 +72,6 @@ def _permuted(shape: tuple[int, ...], axes: tuple[int, ...], bits: int) -> tuple
     """(there, back) of _transposed."""
     there_shape = tuple(shape[a] for a in axes)
     return (lambda x: _transposed(x, shape, axes, bits)), (lambda x: _transposed(x, there_shape, _back(axes), bits))
-
-
 
 
 def _by_word(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray], np.ndarray]:
@@ -307,7 +305,9 @@ def relayout_bytes(format: BlockFormat, rows: int, K: int) -> int:
 
 def _layout(format: BlockFormat) -> Layout:
     layout = LAYOUTS.get(format.name)
-    need(layout is not None, f"{format.name} has no device layout", needed="a quantised format", advice="use float_gemv")
+    need(
+        layout is not None, f"{format.name} has no device layout", needed="a quantised format", advice="use float_gemv"
+    )
     return layout
 
 

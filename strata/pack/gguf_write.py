@@ -90,7 +90,7 @@ def _code(kind: str) -> int:
     if kind == "string":
         return STRING
     if kind not in _CODES:
-        raise BadArgument("no such type of key", found=repr(kind), needed=f"string, {', '.join(_CODES)}, or one with []")
+        raise BadArgument("no such type of key", found=repr(kind), needed=f"string, {', '.join(_CODES)}, or []")
     return _CODES[kind][0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -69,7 +70,7 @@ def drafting_facts(speculators: Sequence[Speculator]) -> dict[str, Any] | None:
     """What the speculators of a model did altogether, and what their policy knows; None without any.
 
     Beside the fields of `Tally.summary`: drafters, why a user's drafter was switched_off (or None), window_ms of
-    T = 1..8 rows, one_draft_ms and asking_ms (the rest of a round with drafts) as expected now, 0.0 before they are
+    T = 1..8 rows, one_draft_ms and asking_ms (lookup and policy in a round) as expected now, 0.0 before they are
     known, and probe_share of all time so far.
     """
     if not speculators:
@@ -87,6 +88,17 @@ def drafting_facts(speculators: Sequence[Speculator]) -> dict[str, Any] | None:
         "asking_ms": policy.asking_ms,
         "probe_share": policy.probe_ms / policy.total_ms if policy.total_ms > 0 else 0.0,
     }
+
+
+@functools.cache
+def _compile_lookup() -> None:
+    """Nothing compiles after load."""
+    lookup = SuffixLookup()
+    for tokens in (np.arange(8, dtype=np.int32), np.arange(8)):  # prompts are int32, lists become int64
+        lookup.extend(tokens)
+        lookup.propose(2, after=[1, 2, 3])
+    lookup.truncate(12)
+    lookup.truncate(1)
 
 
 @dataclass(frozen=True)
@@ -130,10 +142,10 @@ class Speculator:
 
     def __init__(self, session: SessionState, policy: DraftPolicy, guard: DrafterGuard | None = None):
         self.session, self.policy, self.guard = session, policy, guard
+        _compile_lookup()
         self.lookup = SuffixLookup()
         self.total = Tally()
         self._known = np.zeros(0, np.int32)
-        self._asking_ms = 0.0  # running mean, learning from the round included
         self._wake_up()
 
     def _wake_up(self) -> None:
@@ -229,17 +241,15 @@ class Speculator:
                     committed, proposed.drafts, proposed.late_ms + proposed.asking_ms + judging_ms)
         )  # fmt: skip
         judging_ms = (time.perf_counter() - began) * 1e3
-        self._asking_ms = _follow(self._asking_ms, judging_ms + proposed.asking_ms)
-        if not idle:
-            self.policy.asking_ms = _follow(self.policy.asking_ms, judging_ms + proposed.asking_ms)
+        self.policy.asking_ms = _follow(self.policy.asking_ms, judging_ms + proposed.asking_ms)
         self._last_rest = self._rest = self._rest_after(self._last_rest) if idle else 0
 
     def _rest_after(self, last: int) -> int:
         """Rounds to skip after one in which nothing was drafted."""
-        longest = self._asking_ms / (ASKING_SHARE * max(self.policy.window_ms(1), 1e-6))
+        longest = self.policy.asking_ms / (ASKING_SHARE * max(self.policy.window_ms(1), 1e-6))
         return min(2 * last + 1, int(longest), LONGEST_REST)
 
 
 def _follow(mean: float, value: float) -> float:
-    """A running mean that a stray slow value moves little."""
-    return value if mean == 0.0 else mean + 0.1 * (min(value, 2.0 * mean) - mean)
+    """A running mean that a stray slow value moves little; a first one that pays for set-up is soon forgotten."""
+    return value if mean == 0.0 or value < 0.5 * mean else mean + 0.1 * (min(value, 2.0 * mean) - mean)

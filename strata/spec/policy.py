@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from strata.base.errors import need
 from strata.base.geometry import WINDOW_ROWS
 from strata.spec.drafter import Draft
-from strata.spec.estimates import CHAIN_PRIORS, EMPTY, LOOKUP_PRIORS, Costs, DrafterRates, LookupRates
+from strata.spec.estimates import CHAIN_PRIORS, EMPTY, LOOKUP_PRIORS, SHAPE, Costs, DrafterRates, LookupRates
 
 MAX_DRAFTS = WINDOW_ROWS - 1
 MARGIN = 0.02
@@ -111,6 +111,7 @@ class DraftPolicy:
         self._costs = Costs()
         self._drafter, self._lookup, self._chain = DrafterRates(), LookupRates(LOOKUP_PRIORS), LookupRates(CHAIN_PRIORS)
         self._draft_ms: float | None = None  # of one draft
+        self._asked = 0  # calls of the drafter
         self.asking_ms = 0.0
         self._recent_tokens = self._recent_ms = 0.0
         self._round = 0
@@ -261,7 +262,8 @@ class DraftPolicy:
                 self._probe_rows, self._probe_kind = 2, "probe of the drafter"
                 return Choice(1, 0, self._probe_kind)
         if rows == 1:  # nothing pays, by costs that may be those of a window's first use: look again
-            n = min(facts.lookup_tokens, self._limit)
+            widest = self._costs.longest
+            n = min(facts.lookup_tokens, self._limit, widest - 1 if widest > 1 else self._limit)
             return self._probe_size(1 + n, True) if n else None
         age, loss = self._round - self._costs.last[1], table[1] - 1.0 / per_ms
         # one row is what drafting is measured against: where that is close, it is measured often
@@ -284,7 +286,9 @@ class DraftPolicy:
             tokens += reach
         drafting = self.asking_ms + (0.0 if looked_up else self.draft_ms * (T - 1))
         loss = table[T] + drafting - tokens / per_ms
-        hopeful = tokens / per_ms > (0.75 if self._costs.n[T] > 2 else 0.5) * table[T] + drafting
+        # the first windows of a size may have paid for its set-up
+        hoped = 0.75 * table[T] if self._costs.n[T] > 2 else min(0.5 * table[T], SHAPE[T - 1] * table[1])
+        hopeful = tokens / per_ms > hoped + drafting
         if loss > self._budget_ms or not hopeful:
             return None
         self._probe_rows, self._probe_kind = T, f"probe of {T} rows"
@@ -350,8 +354,11 @@ class DraftPolicy:
             self._drafter_last = self._round
             n = len(draft.tokens)
             per_draft = outcome.draft_ms / max(1, n)
-            known = self._draft_ms
-            self._draft_ms = per_draft if known is None else known + 0.1 * (min(per_draft, 3.0 * known) - known)
+            known, self._asked = self._draft_ms, self._asked + 1
+            if known is None or (self._asked <= 4 and per_draft * 1.5 < known):  # the first calls may pay for set-up
+                self._draft_ms = per_draft
+            else:
+                self._draft_ms = known + 0.1 * (min(per_draft, 3.0 * known) - known)
             if not self._probe_rows:
                 self._drafter_pause = FIRST_PAUSE
             if not n:

@@ -1,4 +1,4 @@
-"""strata bench cpu-kernels: GB/s of every product kernel, and whole layers of experts, beside this memory's own rate."""
+"""strata bench cpu-kernels: GB/s of every product kernel and of whole layers of experts, beside reading memory."""
 
 from __future__ import annotations
 
@@ -186,8 +186,8 @@ def _text(report: dict[str, Any]) -> list[str]:
     ]
     if "kernels" in report:
         head = f"{report['threads']} thread{'s' * (report['threads'] > 1)}"
-        lines += ["", f"{'type':<9}{'rows':>4}{'cold':>8}{'hot':>8}{'read':>8}{'share':>8}  | {head}{'read':>8}{'share':>8}",
-                  "GB/s of weights; share: of the rate of reading memory in the same run"]  # fmt: skip
+        columns = f"{'type':<9}{'rows':>4}{'cold':>8}{'hot':>8}{'read':>8}{'share':>8}  | {head}{'read':>8}{'share':>8}"
+        lines += ["", "GB/s of weights; share: of the rate of reading memory in the same run", columns]
         for k in report["kernels"]:
             mid = {name: k[f"{name}_gbps"]["median"] for name in ("cold", "hot", "stream", "all_threads",
                                                                   "all_threads_stream")}  # fmt: skip

@@ -1,7 +1,7 @@
 """The float ops of a window at the released geometry, as walk lists over random data, each with its argued floor.
 
-A case repeats one op over as many places as make it find its big operand where a window would find it: recurrent states,
-KV cells and pooled keys of other layers push each other out of the caches, rows of a window do not.
+A case repeats one op over as many places as make it find its big operand where a window would find it: recurrent
+states, KV cells and pooled keys of other layers push each other out of the caches, rows of a window do not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from strata.cpu.compiled import CFunction
-from strata.cpu.gated_delta import conv_chunks, gdn_commit, gdn_conv, gdn_heads
+from strata.cpu.gated_delta import conv_chunks, gdn_commit, gdn_conv, gdn_heads, head_chunks
 from strata.cpu.hyper_connection import hc_add, hc_mix, hc_norm, mix_pieces
 from strata.cpu.lower import parallel
 from strata.cpu.ngram_mix import ngram_mix
@@ -101,7 +101,7 @@ def _slot(array: np.ndarray) -> np.ndarray:
 
 def hyper_connection(b: Builder, T: int) -> Iterator[Case]:
     x, w, normed, gate = b.floats(T, C, D), b.floats(C, D), b.floats(T, C, D), b.floats(T, C, D)
-    u, y, inject, a, zeros = b.floats(T, D), b.floats(T, D), b.floats(T, C), b.floats(T, C), np.zeros((T, C), np.float32)
+    u, y, inject, a = b.floats(T, D), b.floats(T, D), b.floats(T, C), b.floats(T, C)
     values, row_bytes = T * C * D, 4 * T * D
     norm = (x, w, normed, C, D, EPS, 0, b.error, 0)
     yield b.case("hc_norm", T, hc_norm, T * C, [norm] * 50, cache_bytes=8 * values + 4 * C * D, steps=3 * values)
@@ -109,7 +109,7 @@ def hyper_connection(b: Builder, T: int) -> Iterator[Case]:
     mix = (normed, gate, u, C, D, inject, a, b.error, 0, pieces)
     steps = (SIGMOID_STEPS + 1) * values
     yield b.case("hc_mix", T, hc_mix, T * pieces, [mix] * 50, cache_bytes=8 * values + row_bytes, steps=steps)
-    add = (x, y, zeros, C, D)
+    add = (x, y, np.zeros((T, C), np.float32), C, D)
     yield b.case("hc_add", T, hc_add, T, [add] * 50, cache_bytes=8 * values + row_bytes, steps=values)
 
 
@@ -119,17 +119,18 @@ def gated_delta(b: Builder, T: int) -> Iterator[Case]:
     record = (qkv, conv, w, _slot(history), T, CHANNELS, TAPS, 0, b.error, 0)
     row_bytes = 4 * CHANNELS
     yield b.case("gdn_conv", T, gdn_conv, conv_chunks(CHANNELS, T), [record] * 20, keep=history,
-                 cache_bytes=row_bytes * (2 * TAPS - 1 + 2 * T), steps=T * CHANNELS * (TAPS + SIGMOID_STEPS))  # fmt: skip
-    values = HV * DK * DK
+                 cache_bytes=row_bytes * (2 * TAPS - 1 + 2 * T),
+                 steps=T * CHANNELS * (TAPS + SIGMOID_STEPS))  # fmt: skip
+    values, n = HV * DK * DK, head_chunks(HV, b.threads)
     states = b.floats(-(-COLD_BYTES // (4 * values)), HV, DK, DK)
     mixed, z, y = b.floats(T, CHANNELS), b.floats(T, HV, DK), b.floats(T, HV, DK)
     decay, beta, a, dt, norm = b.floats(T, HV), b.floats(T, HV), -abs(b.floats(HV)), b.floats(HV), b.floats(DK)
     rows = [(mixed, decay, beta, z, a, dt, norm, _slot(s), y, T, HK, DK, DK, CHANNELS, 0, EPS, DK**-0.5, b.error, 0)
             for s in states]  # fmt: skip
-    yield b.case("gdn_heads", T, gdn_heads, HV, rows, stream_bytes=4 * values, steps=4 * T * values, keep=states)
+    yield b.case("gdn_heads", T, gdn_heads, n, rows, stream_bytes=4 * values, steps=4 * T * values, keep=states)
     gates, n_keep = np.full((T, HV), 0.5, np.float32), np.array([T], np.int64)
     rows = [(mixed, gates, gates, _slot(s), n_keep, HK, DK, DK, CHANNELS) for s in states]
-    yield b.case("gdn_commit", T, gdn_commit, HV, rows, stream_bytes=8 * values, steps=3 * T * values, keep=states)
+    yield b.case("gdn_commit", T, gdn_commit, n, rows, stream_bytes=8 * values, steps=3 * T * values, keep=states)
 
 
 def attend(b: Builder, T: int, int8: bool) -> Case:
@@ -170,9 +171,11 @@ def small(b: Builder, T: int) -> Iterator[Case]:
     norms, conv = b.floats(3, C, D), b.floats(TAPS, C * D)
     history, rows = b.floats((TAPS - 1) * 3, C * D), b.floats(T, C * D)
     values = T * C * D
-    record = (x, key, value, norms[0], norms[1], norms[2], conv, _slot(history), rows, T, C, D, TAPS, 3, 0, EPS, b.error, 0)
+    record = (x, key, value, norms[0], norms[1], norms[2], conv, _slot(history), rows, T, C, D, TAPS, 3, 0, EPS,
+              b.error, 0)  # fmt: skip
     yield b.case("ngram_mix", T, ngram_mix, 1, [record] * 10, keep=history,
-                 cache_bytes=4 * (5 + TAPS) * values + 4 * (3 + TAPS) * C * D, steps=(SIGMOID_STEPS + 16) * values)  # fmt: skip
+                 cache_bytes=4 * (5 + TAPS) * values + 4 * (3 + TAPS) * C * D,
+                 steps=(SIGMOID_STEPS + 16) * values)  # fmt: skip
     q, k, v, q_out = b.floats(T, H, 2, DH), b.floats(T, HKV, DH), b.floats(T, HKV, DH), b.floats(T, H, DH)
     cells, pos, norm = np.zeros((2, 64, HKV, DH), np.float16), np.array([16]), b.floats(DH)
     record = (q, k, v, norm, norm, q_out, pos, b.rope, _slot(cells[0]), 0, _slot(cells[1]), 0, H, HKV, DH, ROTARY, EPS,

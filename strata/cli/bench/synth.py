@@ -35,7 +35,8 @@ def command(
     layers: Annotated[int, typer.Option(help="Layers; the real model has 48.")] = 2,
     experts: Annotated[str, typer.Option(help="Types of the routed experts: GATE_UP/DOWN.")] = "Q4_K/IQ4_NL",
     n_experts: Annotated[int, typer.Option("--n-experts", help="Routed experts a layer.")] = 512,
-    out: Annotated[Path | None, typer.Option(help="Folder to write the file to; without it, it stays in memory.")] = None,
+    vocabulary: Annotated[int, typer.Option(help="Tokens of the vocabulary.")] = 248_320,
+    out: Annotated[Path | None, typer.Option(help="Folder for the file; without it, it stays in memory.")] = None,
     tokens: Annotated[int, typer.Option("--tokens", "-n", help="Tokens decoded in a repeat; 0: only write.")] = 64,
     prefill_tokens: Annotated[int, typer.Option(help="Prompt tokens read in a repeat; 0: none.")] = 512,
     repeat: Annotated[int, typer.Option("--repeat", "-r", help="Repeats; medians and spread are reported.")] = 3,
@@ -58,7 +59,7 @@ def command(
     need(out is not None or tokens > 0, "nothing to do", found="--tokens 0 without --out", needed="--out or tokens")
     need(repeat >= 1, "--repeat is too small", found=repeat, needed=">= 1")
     need(prefill_tokens >= 0, "--prefill-tokens is negative", found=prefill_tokens)
-    spec = SynthSpec.of_types(experts, layers=layers, experts=n_experts, seed=seed)
+    spec = SynthSpec.of_types(experts, layers=layers, experts=n_experts, vocabulary=vocabulary, seed=seed)
     report: dict[str, Any] = {"command": " ".join(["strata", *sys.argv[1:]]), "spec": asdict(spec)}
     with _made(spec, out) as path:
         report["model"] = str(path)

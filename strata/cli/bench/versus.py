@@ -79,7 +79,8 @@ def command(
         ours, theirs = f["strata_tokens_per_s"], f["llama_tokens_per_s"]
         typer.echo(
             f"tier {f['tier']:<5} {ours['median']:.1f} ({ours['min']:.1f} to {ours['max']:.1f}) tokens/s, llama.cpp "
-            f"{theirs['median']:.1f} ({theirs['min']:.1f} to {theirs['max']:.1f}): {f['ratio']:.2f} x, fastest repeats {f['fastest_ratio']:.2f} x"
+            f"{theirs['median']:.1f} ({theirs['min']:.1f} to {theirs['max']:.1f}): "
+            f"{f['ratio']:.2f} x, fastest repeats {f['fastest_ratio']:.2f} x"
         )
         if "cpu_ratio" in f:
             typer.echo(

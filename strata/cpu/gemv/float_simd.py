@@ -15,6 +15,7 @@ from strata.base.arithmetic import MAX_LANES
 from strata.cpu.compiled import CFunction
 from strata.cpu.gemv.frame import N_ARGS
 from strata.cpu.simd import Simd, Value, emitted, f32, i16, i64, kernel_intrinsic, vector
+from strata.cpu.tiers import needs_asking
 
 FORMATS = ("F32", "F16", "BF16")
 
@@ -177,6 +178,8 @@ class _LongRows:
         lines = self.step_bytes // _LINE
         if self.R == 1:
             wanted, part = b.icmp_signed(">", self.full, s.const(i64, _SEGMENT_STEPS)), s.const(i64, 0)
+            if needs_asking():
+                wanted = s.const(wanted.type, 1)
         else:
             lines = -(-lines // (self.R - 1))
             wanted = b.icmp_signed(">", r, s.const(i64, 0))

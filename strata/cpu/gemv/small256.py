@@ -13,6 +13,7 @@ from strata.cpu.gemv.frame import N_ARGS, Lanes, Step, emit_product
 from strata.cpu.gemv.records import SCALE_BYTES, records_for
 from strata.cpu.gemv.small import SMALL, Small, bytes_of, e4m3_scales, e8m0_scales, nibbles, twos
 from strata.cpu.simd import Simd, Value, f32, i8, i16, i32, i64, kernel_intrinsic, vector
+from strata.cpu.tiers import needs_asking
 from strata.pack.grids import CODEBOOK
 
 TIER = 256
@@ -101,7 +102,7 @@ def _step(f: Small) -> Step:
 
     return Step(
         layout.values, f.blocks, f.block_bytes, layout.step_bytes, unpack, multiply, parts=2,
-        lowest=1 if f.minimum else 0, asks=f.name == "Q2_0",
+        lowest=1 if f.minimum else 0, asks=f.name == "Q2_0" or needs_asking(),
     )  # fmt: skip
 
 
@@ -118,7 +119,7 @@ def _q8_0_step() -> Step:
         total = s.pairs(s.maddubs(magnitudes, s.psignb(s.load(x, 32 * part, i8, 32), codes)))
         lanes.add(part, total, s.b.fmul(scales, s.load(x, layout.values + 32 * part, f32, 8)))
 
-    return Step(layout.values, 2, 34, layout.step_bytes, unpack, multiply, parts=2, asks=False)
+    return Step(layout.values, 2, 34, layout.step_bytes, unpack, multiply, parts=2, asks=needs_asking())
 
 
 @cache

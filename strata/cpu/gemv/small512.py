@@ -14,11 +14,13 @@ from strata.cpu.gemv.frame import N_ARGS, Lanes, Step, emit_product
 from strata.cpu.gemv.records import SCALE_BYTES, records_for
 from strata.cpu.gemv.small import SMALL, Small, bytes_of, e4m3_scales, e8m0_scales, nibbles, twos
 from strata.cpu.simd import Simd, Value, f32, i8, i16, i32, i64, i128, kernel_intrinsic
+from strata.cpu.tiers import needs_asking
 
 TIER = 512
 
 _ASKING = ("IQ4_NL", "Q2_0", "Q4_1")
-"""Formats whose kernel of one activation row runs 5 to 20 % faster from memory with prefetches; others lose as much."""
+"""Formats whose kernel of one activation row runs 5 to 20 % faster from memory with prefetches on a Zen 4, where the
+others lose as much; see `needs_asking` for other processors."""
 
 
 class _Blocks:
@@ -98,7 +100,7 @@ def _step(f: Small) -> Step:
 
     return Step(
         layout.values, f.blocks, f.block_bytes, layout.step_bytes, unpack, multiply, lowest=1 if f.minimum else 0,
-        asks=f.name in _ASKING,
+        asks=f.name in _ASKING or needs_asking(),
     )  # fmt: skip
 
 
@@ -119,7 +121,7 @@ def _q8_0_step() -> Step:
         total = s.dpbusd(correction, s.load(x, 0, i8, 64), codes)
         lanes.add(0, total, s.b.fmul(scales, s.load(x, layout.values, f32, 16)))
 
-    return Step(layout.values, 2, 34, layout.step_bytes, unpack, multiply, asks=False)
+    return Step(layout.values, 2, 34, layout.step_bytes, unpack, multiply, asks=needs_asking())
 
 
 @cache

@@ -1,7 +1,7 @@
-"""Quantised products on the device: matrices in their device layout times quantised rows, by the lane rules of the formats.
+"""Quantised products on the device: matrices in their device layout times quantised rows, by the formats' lane rules.
 
-One kernel per format, in two instances: for one column and for up to four. It multiplies a dense matrix, or those of the
-experts that a window's entries want, gate and up together with what follows them where that is possible.
+One kernel per format, in two instances: for one column and for up to four. It multiplies a dense matrix, or those of
+the experts that a window's entries want, gate and up together with what follows them where that is possible.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ __all__ = ["COLUMNS", "Hidden", "Place", "gemv", "product", "relayout", "relayou
 COLUMNS = (1, 4)
 """Most columns of the two instances of a kernel; weights are read once for that many."""
 MOST_COLUMNS = 32
-BLOCKS_WANTED = 256
-"""Small matrices are cut into smaller blocks, down to one warp, until there are that many: every processor gets one."""
+BLOCKS_WANTED = 1024
+"""Small matrices are cut into smaller blocks, down to one warp, until there are that many: processors end together."""
 NOWHERE = np.uint64(0)
 
 
@@ -46,7 +46,12 @@ _SOURCES = {
 def source_of(format: BlockFormat) -> Source:
     """The source that has the kernels of a format."""
     found = _SOURCES.get(format.name)
-    need(found is not None, f"{format.name} has no quantised products", needed="a quantised format", advice="use float_gemv")
+    need(
+        found is not None,
+        f"{format.name} has no quantised products",
+        needed="a quantised format",
+        advice="use float_gemv",
+    )
     return found
 
 
@@ -79,7 +84,7 @@ class Entries:
 
 @dataclass(frozen=True)
 class Hidden:
-    """What a product of gate and up together writes: `h`, a row for every entry (dense: for every column), groups of 32.
+    """What gate and up together write: `h`, a row for every entry (dense: for every column), in groups of 32.
 
     up       where the up matrices lie (with a table: one word behind gate)
     factors  float32 (3, experts) on the outputs of gate, up and down by expert, or 0
@@ -94,7 +99,8 @@ class Hidden:
 
 
 def _warps(rows: int, source: Source) -> int:
-    """Warps of a block; a warp takes eight rows. Blocks of grid formats fill a table first: not too small."""
+    """Warps of a block for `rows` rows of all matrices; a warp takes eight. Grid formats fill a table first: not too
+    small."""
     least = 4 if source is GRIDS else 1
     warps = 8
     while warps > least and -(-rows // (8 * warps)) < BLOCKS_WANTED:
@@ -137,7 +143,7 @@ def product(
         warps, tiles = 8, rows // 32
     else:
         need(y != 0, "where the product goes")
-        warps = _warps(rows, source)
+        warps = _warps(rows * (n if entries else 1), source)
         tiles = -(-rows // (8 * warps))
     args = (
         pointer(matrices.address), pointer(hidden.up.address if hidden else 0), pointer(matrices.table),

@@ -1,8 +1,8 @@
 // Products of relaid matrices with quantised rows: what all formats share.
 //
-// A matrix is cut into row blocks of four rows (relayout.py). A warp works on R of them; eight threads share a row, thread
-// q of them holds lanes 2q and 2q + 1 of the format's lane rule. Along the row, a step is what gives every thread one
-// piece of work; a chunk is one or two steps, so that a thread loads 16 bytes of codes at once.
+// A matrix is cut into row blocks of four rows (relayout.py). A warp works on R of them; eight threads share a row,
+// thread q of them holds lanes 2q and 2q + 1 of the format's lane rule. Along the row, a step is what gives every
+// thread one piece of work; a chunk is one or two steps, so that a thread loads 16 bytes of codes at once.
 //
 // A format F has
 //   Raw                     its Layout: what a thread loads of a chunk
@@ -10,8 +10,8 @@
 //   Step, unpack(raw, e, q, table)      signed bytes and scales of step e
 //   X, read(columns, t, first, q)       the activations that meet them, first the step's first value
 //   dot(step, x, v)         one fma per lane
-//   MINIMUM                 0, or 1 and -1 for four more lanes that are added or subtracted. Two threads could take each of
-//                           them: thread q takes lane q / 2 of the row q mod 2 of its two.
+//   MINIMUM                 0, or 1 and -1 for four more lanes that are added or subtracted. Two threads could take each
+//                           of them: thread q takes lane q / 2 of the row q mod 2 of its two.
 //   Step::least, add_minimum(least, x, m)       what a minimum needs of a step, and its fma
 //   ENTRIES, TABLE, widen(i, table)     entries and words of its grid table, and what writes entry i; 0 without
 #pragma once

@@ -123,8 +123,8 @@ struct IQ3_XXS : Runs<256, 256, 256, 256> {
     }
 };
 
-// Eight indices; four sign bytes; their ninth bits; the eight scales of 4 bits of the super-block. One super-block a chunk:
-// two take more registers than four columns leave.
+// Eight indices; four sign bytes; their ninth bits; the eight scales of 4 bits of the super-block. One super-block a
+// chunk: two take more registers than four columns leave.
 struct IQ3_S : Runs<256, 256, 512, 512> {
     typedef Layout<1, 1, 8, 8, 8, 4, 8, 1, 1, 4, 1, 2> Raw;
     DEVICE static void widen(int i, u32 *table) { table[i] = four_of<3>(IQ3_S_GRID[i], IQ3_S_LEVELS); }
@@ -134,7 +134,8 @@ struct IQ3_S : Runs<256, 256, 512, 512> {
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             u32 pair = raw.a[k >> 1] >> 16 * (k & 1);
-            u32 low = (pair & 255) | (ninth >> 2 * k & 1) << 8, high = (pair >> 8 & 255) | (ninth >> (2 * k + 1) & 1) << 8;
+            u32 low = (pair & 255) | (ninth >> 2 * k & 1) << 8;
+            u32 high = (pair >> 8 & 255) | (ninth >> (2 * k + 1) & 1) << 8;
             put4(s, k, table, low, high, raw.b[0] >> 8 * k & 255);
         }
         s.d[0] = s.d[1] = odd_steps(raw.d[0] >> 4 * q & 15, half_of(raw.e, 0));
@@ -157,8 +158,8 @@ struct IQ1_S : Runs<256, 256, 2048, 4096> {
     }
 };
 
-// Four indices; a nibble for each with its high bits and the sign of its offset; the 16 scales and d in eight bytes. One
-// super-block a chunk, as IQ3_S.
+// Four indices; a nibble for each with its high bits and the sign of its offset; the 16 scales and d in eight bytes.
+// One super-block a chunk, as IQ3_S.
 struct IQ1_M : Runs<256, 256, 2048, 4096> {
     typedef Layout<1, 1, 8, 4, 8, 2, 1, 8> Raw;
     DEVICE static void widen(int i, u32 *table) { widen8(table, i, IQ1_S_GRID[i], IQ1_LEVELS); }

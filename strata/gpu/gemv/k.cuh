@@ -134,8 +134,8 @@ struct Q5_K : Scaled<Pairs, true, -1> {
     }
 };
 
-// Scales and minima are nibbles of 16 bits each, in the order of the groups and of the sums they meet. One super-block a
-// chunk: two take more registers than four columns leave.
+// Scales and minima are nibbles of 16 bits each, in the order of the groups and of the sums they meet. One super-block
+// a chunk: two take more registers than four columns leave.
 struct Q2_K : Scaled<Quarters, true, -1> {
     typedef Layout<1, 1, 8, 8, 4, 4, 1, 4> Raw;
     DEVICE static Step unpack(const Raw &raw, int, int, const u32 *) {

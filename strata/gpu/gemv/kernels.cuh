@@ -1,5 +1,5 @@
-// The kernel that every format is compiled for: a product with a dense matrix or with those of experts, or gate and up of
-// an expert with all that follows until the down product. M, 1 or 4, is the most columns at once.
+// The kernel that every format is compiled for: a product with a dense matrix or with those of experts, or gate and up
+// of an expert with all that follows until the down product. M, 1 or 4, is the most columns at once.
 #pragma once
 #include "gemv/core.cuh"
 #include "quantise.cuh"
@@ -7,9 +7,9 @@
 // The columns that a block works for: lane l of a warp knows entry `mine`, if bit l of `have` is set.
 //
 // An entry is what a row of a window wants from a matrix. Dense: column l. Experts: entry i wants expert ids[i]; of the
-// entries, those count whose decision is a bit of `take` (decisions null: all). The blocks of an entry serve all entries of
-// its expert if it is the first of them; otherwise they have nothing to do. More than M columns are shared out to
-// neighbouring blocks, so that L2 serves the second reading. With M = 1 all experts are different.
+// entries, those count whose decision is a bit of `take` (decisions null: all). The blocks of an entry serve all
+// entries of its expert if it is the first of them; otherwise they have nothing to do. More than M columns are shared
+// out to neighbouring blocks, so that L2 serves the second reading. With M = 1 all experts are different.
 struct Group {
     u32 have;
     int mine, expert;
@@ -75,12 +75,13 @@ DEVICE Columns<T> columns_of(const Quantised &x, const int (&entry)[T], int shar
     return c;
 }
 
-// Chunks under way: most with one column, where little else hides the latency of memory, none where several columns of a
-// format with much to unpack keep the warps busy. As much as 128 registers hold on every architecture.
+// Chunks under way: most with one column, where little else hides the latency of memory, none where several columns of
+// a format with much to unpack keep the warps busy. As much as 128 registers hold on every architecture.
 template <class F, int T, int M>
 struct Depth {
     static const int BYTES = sizeof(typename F::Raw);
-    static const int VALUE = M == 1 ? (BYTES > 40 ? 1 : BYTES > 24 ? 2 : 3) : T == 1 ? (BYTES > 24 ? 1 : 2) : BYTES > 24 ? 0 : 1;
+    static const int MANY = BYTES > 40 ? 1 : BYTES > 24 ? 2 : 3;
+    static const int VALUE = M == 1 ? MANY : T == 1 ? (BYTES > 24 ? 1 : 2) : BYTES > 24 ? 0 : 1;
 };
 
 // Gate and up with what follows them: quantised rows of the down product in groups of 32, one row for each entry.
@@ -97,8 +98,8 @@ struct Hidden {
 
 // Column t of the block's 32 rows of gate (out[0]) and up (out[1]): SwiGLU, then warp t quantises column t.
 template <int T>
-DEVICE void finish_hidden(const float (&out)[2][T], const int (&entry)[T], int n, int expert, int width, const Hidden &h,
-                          float (*columns)[32]) {
+DEVICE void finish_hidden(const float (&out)[2][T], const int (&entry)[T], int n, int expert, int width,
+                          const Hidden &h, float (*columns)[32]) {
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 #pragma unroll
     for (int t = 0; t < T; t++) {
@@ -129,7 +130,8 @@ DEVICE void rows_of_block(const u8 *weights, Group &g, const Quantised &x, int s
     Group again = g;
     g.next<T>(entry);
     size_t bytes = row_block_bytes<F>(K);
-    const u8 *block[2] = {weights + first * bytes, h.codes ? h.up + first * bytes : weights + min(first + 1, last) * bytes};
+    const u8 *other = h.codes ? h.up + first * bytes : weights + min(first + 1, last) * bytes;
+    const u8 *block[2] = {weights + first * bytes, other};
     float out[2][T];
     multiply<F, 2, T, Depth<F, T, M>::VALUE>(block, K, columns_of(x, entry, share, K), table, out);
     again.have = opaque(again.have);  // found again rather than kept: registers are what limits four columns
@@ -150,12 +152,13 @@ DEVICE void rows_of_block(const u8 *weights, Group &g, const Quantised &x, int s
 // y[entry][row] = matrix times x; a warp takes eight rows. Or, with h_codes, gate (the matrix) and up, SwiGLU and the
 // quantiser; a block of 256 threads takes 32 rows.
 //
-// Dense: grid (column groups, row tiles). Experts: columns entries, grid (columns * column groups, row tiles); the matrices of expert e lie
-// at addresses[3 e + part] (up one further), or `stride` bytes apart. x has a row for `share` entries.
+// Dense: grid (column groups, row tiles). Experts: columns entries, grid (columns * column groups, row tiles); the
+// matrices of expert e lie at addresses[3 e + part] (up one further), or `stride` bytes apart. x has a row for `share`
+// entries.
 template <class F, int M>
 __global__ void __launch_bounds__(256, 2)
-product(const u8 *weights, const u8 *up, const u64 *addresses, int part, i64 stride, const int *ids, const u8 *decisions,
-        int take, int columns, int share, const i8 *codes, const float *scales, const int *sums, float *y,
+product(const u8 *weights, const u8 *up, const u64 *addresses, int part, i64 stride, const int *ids,
+        const u8 *decisions, int take, int columns, int share, const i8 *codes, const float *scales, const int *sums, float *y,
         i64 y_stride, int rows, int K, i8 *h_codes, float *h_scales, int *h_sums, const float *factors, int experts,
         u64 *error, u64 where) {
     __shared__ uint4 space[F::TABLE / 4 + !F::TABLE];

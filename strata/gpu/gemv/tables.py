@@ -35,13 +35,18 @@ def packed(name: str) -> np.ndarray:
 
 def text() -> str:
     """The header."""
-    lines = ["// Grids of the block formats, packed; written by tables.py, which says how.", "#pragma once", '#include "exact.cuh"', ""]
+    lines = [
+        "// Grids of the block formats, packed; written by tables.py, which says how.",
+        "#pragma once",
+        '#include "exact.cuh"',
+        "",
+    ]
     for name in NAMES:
         entries = packed(name)
         lines.append(f"// values {', '.join(map(str, levels(name)))}")
         lines.append(f"__device__ const u16 {name}_GRID[{len(entries)}] = {{")
-        for i in range(0, len(entries), 17):
-            lines.append("    " + " ".join(f"{e}," for e in entries[i : i + 17]))
+        for i in range(0, len(entries), 16):
+            lines.append("    " + " ".join(f"{e}," for e in entries[i : i + 16]))
         lines.append("};")
     return "\n".join(lines) + "\n"
 
