@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 import strata
 from strata.cli import app
 from strata.cpu.pool import Pool
-from strata.measure import PROMPT_TOKENS, Clock, Speed, job_overhead_us
+from strata.measure import KINDS, PROMPT_TOKENS, Clock, DraftingSpeed, Speed, job_overhead_us
+from strata.runtime import generate
+from tests.drafters import Told
 
 RUNNER = CliRunner()
 TEXT = files("strata.cli.bench").joinpath("prompt.txt").read_text(encoding="utf-8")
@@ -81,8 +83,66 @@ def test_report(tiny_path: Path):
     assert found["prefill"]["tokens"] == 40
     assert found["versions"]["strata"] == strata.__version__
     assert found["context"] == 256
+    drafting = found["drafting"]
+    assert drafting["drafters"] == ["mtp", "lookup"] and len(drafting["window_ms"]) == 8
+    assert list(drafting["texts"]) == list(KINDS)
+    for of_text in drafting["texts"].values():
+        assert of_text["ratio"]["min"] <= of_text["ratio"]["median"] and of_text["cpu_ratio"]["min"] > 0
+        assert 1 <= of_text["committed_per_window"] <= 8
+        assert all(0 <= e["accepted"] <= e["offered"] for e in of_text["by_source"].values())
     said = RUNNER.invoke(app, [*arguments, "--ops"]).stdout
-    assert all(f"\n  {part} " in said for part in ("kernels", "join", "Python", "text", "linear", "experts"))
+    parts = ("kernels", "join", "Python", "text", "linear", "experts", *KINDS)
+    assert all(f"\n  {part} " in said for part in parts)
+
+
+def test_report_without_drafting(tiny_path: Path):
+    arguments = ["--model", str(tiny_path), "-n", "4", "--prefill-tokens", "16", "-r", "1", "--draft", "off"]
+    done = RUNNER.invoke(app, ["bench", "decode", *arguments, "--json"])
+    assert done.exit_code == 0 and json.loads(done.stdout)["drafting"] is None
+    assert "unpredictable" not in RUNNER.invoke(app, ["bench", "decode", *arguments]).stdout
+
+
+# ---- drafting
+
+
+@pytest.fixture(scope="module")
+def drafted(tiny_path: Path, mtp_path: Path):
+    with strata.load(tiny_path, context=256, threads=1, draft=mtp_path) as loaded:
+        tokens = loaded.tokenize(TEXT, special=False)
+        yield DraftingSpeed(loaded, {"code": tokens, "prose": tokens[300:]})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pair_is_two_equal_answers(drafted, kind):
+    pair = drafted.pair(kind, 3, 24)
+    held = drafted.plain.tokens.tolist()
+    assert drafted.drafted.tokens.tolist() == held and len(held) == PROMPT_TOKENS + 24
+    assert min(*pair.per_s, *pair.per_cpu_s, *pair.speedup) > 0
+    assert pair.speedup[0] == pytest.approx(pair.per_s[1] / pair.per_s[0])
+    assert pair.drafts["windows"] * pair.drafts["committed_per_window"] == pytest.approx(25)
+    assert drafted.plain.speculator is None and drafted.plain.mtp is None
+
+
+def test_prompts_of_a_pair(drafted):
+    n = len(drafted.texts["code"])
+    assert [len(drafted.prompt(kind, 50)) for kind in KINDS] == [PROMPT_TOKENS] * 3
+    for kind in KINDS:
+        one, other = drafted.prompt(kind, 1), drafted.prompt(kind, 2)
+        assert one.tolist() == drafted.prompt(kind, 1).tolist() != other.tolist()
+    assert drafted.prompt("code", 1).tolist() == drafted.texts["code"][PROMPT_TOKENS : 2 * PROMPT_TOKENS].tolist()
+    assert drafted.prompt("code", n // PROMPT_TOKENS)[: n % PROMPT_TOKENS].tolist() == (
+        drafted.texts["code"][n - n % PROMPT_TOKENS :].tolist()
+    )
+
+
+def test_an_answer_that_drafting_changes_is_an_error(drafted, monkeypatch):
+    monkeypatch.setattr(generate, "accept_window", lambda mode, drafts, draw, *_: [*drafts, draw(len(drafts))])
+    drafted.drafted.speculator.policy, before = Told(lambda: 5), drafted.drafted.speculator.policy
+    try:
+        with pytest.raises(strata.StrataError, match="drafting changed an answer"):
+            drafted.pair("unpredictable", 4, 24)
+    finally:
+        drafted.drafted.speculator.policy = before
 
 
 def test_a_context_that_is_too_small(tiny_path: Path):

@@ -17,6 +17,7 @@ from types import ModuleType
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+import numpy as np
 import pytest
 
 import strata
@@ -108,6 +109,21 @@ def test_perplexity(capsys, tmp_path, model):
     assert found[0] == pytest.approx(model.perplexity(model.tokenize(text, special=False)[:256]), rel=1e-3)
     assert 1 < found[0] < found[1]
     assert "nothing to predict" in lines[2]
+
+
+def test_own_drafter(capsys, model):
+    own = example("own_drafter")
+    own.main(["def area(w, h):", "--max-tokens", "40"])
+    text = capsys.readouterr().out
+    assert text.startswith("def area(w, h):" + model.generate("def area(w, h):", max_tokens=40).text)
+    assert "the same as without drafts: True" in text
+    windows = int(re.search(r"40 tokens in (\d+) windows", text)[1])
+    assert 1 <= windows <= 40
+    drafter = own.EarlierAnswers(match=2)
+    drafter.add([1, 2, 3, 4, 2, 3, 5])
+    assert drafter.propose(np.array([9, 1, 2], np.int32), 3) == [3, 4, 2]
+    assert drafter.propose(np.array([2, 3], np.int32), 7) == [5]  # the latest place counts
+    assert drafter.propose(np.array([3], np.int32), 7) == drafter.propose(np.array([7, 7], np.int32), 7) == []
 
 
 def post(address: str, body: bytes) -> tuple[int, str, str | None]:

@@ -122,7 +122,8 @@ def gated_delta(b: Builder, T: int) -> Iterator[Case]:
                  cache_bytes=row_bytes * (2 * TAPS - 1 + 2 * T),
                  steps=T * CHANNELS * (TAPS + SIGMOID_STEPS))  # fmt: skip
     values, n = HV * DK * DK, head_chunks(HV, b.threads)
-    states = b.floats(-(-COLD_BYTES // (4 * values)), HV, DK, DK)
+    # One allocation a state, as in a model: smaller than what gets huge pages by itself.
+    states = [b.floats(HV, DK, DK) for _ in range(-(-COLD_BYTES // (4 * values)))]
     mixed, z, y = b.floats(T, CHANNELS), b.floats(T, HV, DK), b.floats(T, HV, DK)
     decay, beta, a, dt, norm = b.floats(T, HV), b.floats(T, HV), -abs(b.floats(HV)), b.floats(HV), b.floats(DK)
     rows = [(mixed, decay, beta, z, a, dt, norm, _slot(s), y, T, HK, DK, DK, CHANNELS, 0, EPS, DK**-0.5, b.error, 0)

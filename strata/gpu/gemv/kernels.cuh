@@ -158,9 +158,9 @@ DEVICE void rows_of_block(const u8 *weights, Group &g, const Quantised &x, int s
 template <class F, int M>
 __global__ void __launch_bounds__(256, 2)
 product(const u8 *weights, const u8 *up, const u64 *addresses, int part, i64 stride, const int *ids,
-        const u8 *decisions, int take, int columns, int share, const i8 *codes, const float *scales, const int *sums, float *y,
-        i64 y_stride, int rows, int K, i8 *h_codes, float *h_scales, int *h_sums, const float *factors, int experts,
-        u64 *error, u64 where) {
+        const u8 *decisions, int take, int columns, int share, const i8 *codes, const float *scales, const int *sums,
+        float *y, i64 y_stride, int rows, int K, i8 *h_codes, float *h_scales, int *h_sums, const float *factors,
+        int experts, u64 *error, u64 where) {
     __shared__ uint4 space[F::TABLE / 4 + !F::TABLE];
     __shared__ float hidden[M][32];
     u32 *table = (u32 *)space;
