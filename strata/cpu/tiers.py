@@ -39,9 +39,9 @@ def target_features() -> frozenset[str]:
 def needs_asking() -> bool:
     """Whether kernels of one activation row must prefetch every format to stream from memory.
 
-    Measured from memory on one core: without prefetches a Xeon (AVX-512) reaches 0.5 to 0.65 of its streaming rate where
-    it reaches 0.9 with them; a Zen 4 follows by itself, and prefetches cost it 5 to 20 % in most formats. Compiled
-    functions are kept apart by processor name, so the choice may be part of them.
+    Measured from memory on one core: without prefetches a Xeon (AVX-512) reaches 0.5 to 0.65 of its streaming rate,
+    with them 0.9; a Zen 4 follows by itself, and prefetches cost it 5 to 20 % in most formats. Compiled functions are
+    kept apart by processor name, so the choice may be part of them.
     """
     return not cpu_target.target_context.codegen().magic_tuple()[1].startswith("znver")
 

@@ -20,8 +20,8 @@ from strata.cpu.head_rows import most_likely
 QUEUE_ROWS = 64
 """Complete cells that may wait to be stored."""
 
-RING_ROWS = QUEUE_ROWS + 2 * WINDOW_ROWS
-"""Those, the rows of one more window and the row that waits for its token."""
+RING_ROWS = QUEUE_ROWS + 1
+"""Those and the row that waits for its token."""
 
 
 class DraftBackend(Protocol):
@@ -74,13 +74,13 @@ class MtpDrafter:
             self._tokens[(rows - 1) % RING_ROWS] = token
             if self._done == rows and token != self._drafted_after:
                 self._done -= 1
+        if rows + n - 1 - self._done > QUEUE_ROWS:  # too long without drafts: skip the oldest window
+            self._first = self._done = self._done + WINDOW_ROWS
         for j in range(n - 1):
             self._tokens[(rows + j) % RING_ROWS] = int(tokens[j + 1])
         for j in range(n):
             self._x[(rows + j) % RING_ROWS] = x[j]
-        self._rows = rows = rows + n
-        if rows - 1 - self._done > QUEUE_ROWS:  # too long without drafts: skip the oldest window
-            self._first = self._done = self._done + WINDOW_ROWS
+        self._rows = rows + n
         if eager:
             self.catch_up(state)
 
