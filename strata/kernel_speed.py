@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from strata.cpu.compiled import chunk
+from strata.base.compiled import chunk
 from strata.cpu.gemv.table import kernel, layout_of
 from strata.cpu.linear import CHUNK_BYTES, linear_chunk, split_rows
 from strata.cpu.lower import aligned_bytes, quantise

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from strata.base.compiled import chunk
 from strata.base.errors import StrataError
 from strata.base.state import State
 from strata.base.window import HeadRequest, HeadRows
-from strata.cpu.compiled import chunk
 from strata.cpu.lower import parallel
 from strata.cpu.machine_code import clock_ns, pause
 from strata.cpu.pool import Pool

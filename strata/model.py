@@ -223,6 +223,8 @@ class Model:
 
     def detokenize(self, tokens: Sequence[int] | np.ndarray, skip_special: bool = False) -> str:
         """The text of token ids."""
+        whole = not isinstance(tokens, str | bytes | None) and all(isinstance(t, int | np.integer) for t in tokens)
+        need(whole, "detokenize takes token ids", found=type(tokens).__name__, needed="integers")
         return self.tokenizer.decode(tokens, skip_special)
 
     # ---- scores

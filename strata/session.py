@@ -35,6 +35,7 @@ class Session:
     def __init__(self, model: Model, state: SessionState, give_back: Callable[[], None]):
         self._model, self._state = model, state
         self._lock = threading.Lock()
+        self._owner = 0  # thread that took the lock last
         self._closed = False
         self._stream: weakref.ref[TextStream] | None = None
         # Also runs when nobody closes the session; it must hold neither the session nor the model.
@@ -102,10 +103,13 @@ class Session:
     def _take(self, wait: bool) -> None:
         """Become the session's only caller."""
         self._need_open()
+        if wait and self._lock.locked() and self._owner == threading.get_ident():
+            raise Busy("this thread is reading an answer of the session", advice="Finish or close that stream first.")
         if not self._lock.acquire(blocking=wait):
             raise Busy(
                 "the session is answering another call", advice="Wait for it, pass wait=True, or use another session."
             )
+        self._owner = threading.get_ident()
         if self._closed:
             self._leave()
             self._need_open()

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from strata.cpu.compiled import CFunction
+from strata.base.compiled import CFunction
 from strata.cpu.gemv import table
 from strata.pack.formats import BlockFormat
 

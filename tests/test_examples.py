@@ -163,13 +163,13 @@ def test_embed_in_app_refuses_and_recovers(tiny_path):
 def test_embed_in_app_frees_the_session_of_a_client_that_went_away(tiny_path):
     app = example("embed_in_app")
     with app.service(tiny_path, sessions=1) as (writer, address):
-        body = json.dumps({"prompt": "import os", "max_tokens": 1500}).encode()
+        body = json.dumps({"prompt": "import os", "max_tokens": 20_000}).encode()
         with urlopen(Request(f"{address}/complete", body)) as answer:
             assert answer.read(1)
         for _ in range(100):
             try:
                 with writer.session() as session:
-                    assert len(session.tokens) < 1400
+                    assert len(session.tokens) < 19_000
                     break
             except strata.Busy:
                 time.sleep(0.05)
@@ -180,12 +180,12 @@ def test_embed_in_app_frees_the_session_of_a_client_that_went_away(tiny_path):
 def test_embed_in_app_stops_while_answering(tiny_path):
     app = example("embed_in_app")
     with app.service(tiny_path, sessions=1) as (writer, address):
-        body = json.dumps({"prompt": "import os", "max_tokens": 1500}).encode()
+        body = json.dumps({"prompt": "import os", "max_tokens": 20_000}).encode()
         answer = urlopen(Request(f"{address}/complete", body))
         assert answer.read(1)
     assert writer.model.closed
     with answer:
-        assert len(answer.read()) < 1500 * 3  # it ended early
+        assert len(answer.read()) < 20_000  # it ended early: a token has about three characters
 
 
 def test_an_example_as_a_script(tmp_path):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from strata.base.arithmetic import dot_float, exp32, tree_sum
-from strata.cpu.compiled import c_function
+from strata.base.compiled import c_function
 from strata.cpu.float_vectors import (
     LANES,
     dot64,

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.cpu.compiled import step
+from strata.base.compiled import step
 from strata.cpu.half import f16_bits, f16_value
 from strata.cpu.machine_code import f32_view, i64_view, u16_view
 from tests.canonical.call import Call, assert_same, bits, room

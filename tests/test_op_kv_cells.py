@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.cpu.compiled import step
+from strata.base.compiled import step
 from strata.cpu.kv_cells import load_head, store_head
 from strata.cpu.machine_code import f32_view, i64_view
 from tests.canonical import kv_cells as reference

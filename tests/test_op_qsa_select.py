@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from strata.base.compiled import step
 from strata.base.program import NOT_FINITE
-from strata.cpu.compiled import step
 from strata.cpu.machine_code import f32_view, i32_view, i64_view
 from strata.cpu.qsa_select import qsa_select, score_blocks, take_best
 from tests.canonical import qsa_select as reference

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from strata.cpu.compiled import step
+from strata.base.compiled import step
 from strata.cpu.machine_code import f32_view, i64_view
 from strata.cpu.rotary import rotary_table, rotate
 from tests.canonical import rotary as reference

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from strata.base.compiled import cached_njit, chunk
 from strata.base.errors import BadArgument, Closed
-from strata.cpu.compiled import cached_njit, chunk
 from strata.cpu.cores import CoreFacts, cgroup_limit, core_facts, default_threads, one_cpu_per_core
 from strata.cpu.machine_code import (
     FLUSH_BITS,

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from strata.base.compiled import CFunction, c_function, cache_folders, cached_njit, chunk, source_stamp, step
 from strata.base.errors import BadArgument
-from strata.cpu.compiled import CFunction, c_function, cache_folders, cached_njit, chunk, source_stamp, step
 from strata.cpu.machine_code import (
     FLUSH_BITS,
     compare_exchange64,
@@ -295,7 +295,7 @@ def python(script, **environment):
 def test_importing_compiles_nothing(tmp_path):
     python(
         """
-        import strata.cpu.compiled, strata.cpu.machine_code, strata.cpu.pool as pool, strata.cpu.walker as walker
+        import strata.base.compiled, strata.cpu.machine_code, strata.cpu.pool as pool, strata.cpu.walker as walker
         functions = [walker.walk, walker.walk_timed, pool._worker, pool._run, pool.dispatch]
         assert all(not f.signatures for f in functions)
         """,
@@ -323,7 +323,7 @@ def test_second_process_loads_from_disk_and_edits_are_seen(tmp_path):
     )
     script = """
         import numpy as np
-        from strata.cpu import compiled
+        from strata.base import compiled
         compiled._PACKAGE = "pk"
         from pk.ops import one, op, two
         out = np.zeros(1, np.int64); record = np.array([out.ctypes.data], np.int64)
@@ -366,7 +366,8 @@ def test_without_any_writable_folder_it_still_runs(tmp_path):
         import warnings
         import numpy as np
         from pathlib import Path
-        from strata.cpu import compiled, walker
+        from strata.base import compiled
+        from strata.cpu import walker
         compiled.cache_folders = lambda source: iter([Path({blocked!r})])
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")

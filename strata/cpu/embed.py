@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from strata.base.compiled import chunk, step
 from strata.base.program import NGRAM_FAILED, NGRAM_TIMEOUT, NOT_FINITE
-from strata.cpu.compiled import chunk, step
 from strata.cpu.error_word import report
 from strata.cpu.float_sums import all_finite
 from strata.cpu.machine_code import (

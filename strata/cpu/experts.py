@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numba import njit
 
+from strata.base.compiled import chunk, step
 from strata.base.program import COMBINE_OVERFLOW, NOT_FINITE
-from strata.cpu.compiled import chunk, step
 from strata.cpu.error_word import report
 from strata.cpu.float_bits import rint32, sigmoid32
 from strata.cpu.float_sums import is_finite

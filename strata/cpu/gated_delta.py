@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numba import njit
 
+from strata.base.compiled import chunk, step
 from strata.base.errors import need
 from strata.base.program import NOT_FINITE
-from strata.cpu.compiled import chunk, step
 from strata.cpu.delta_rule import BLOCK, delta_rows
 from strata.cpu.error_word import report
 from strata.cpu.float_bits import exp32, fma32, sigmoid32, silu32, softplus32, sqrt32

@@ -13,9 +13,9 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from strata.base.compiled import cached_njit
 from strata.base.errors import BadArgument, NotFinite, need
 from strata.base.window import CANDIDATES, SUMMARY_TOP, HeadRequest, HeadRows
-from strata.cpu.compiled import cached_njit
 from strata.cpu.exp64 import exp64, log64
 
 _BLOCK = 64  # ids of which one maximum is kept while the largest logits are looked for

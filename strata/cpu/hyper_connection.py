@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from strata.base.compiled import chunk, step
 from strata.base.program import NOT_FINITE
-from strata.cpu.compiled import chunk, step
 from strata.cpu.error_word import report
 from strata.cpu.float_bits import fma32, sigmoid32, silu32
 from strata.cpu.float_sums import all_finite, inverse_rms, is_finite

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numba import njit
 
-from strata.cpu.compiled import chunk
+from strata.base.compiled import chunk
 from strata.cpu.machine_code import call7, i64_view, ld64
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from strata.base.compiled import CFunction, chunk, step
 from strata.base.program import NOT_FINITE, Buffer, Op, Program
-from strata.cpu.compiled import CFunction, chunk, step
 from strata.cpu.error_word import report
 from strata.cpu.gemv.table import ActivationLayout
 from strata.cpu.machine_code import call6, i64_view, ld64

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numba import njit
 
+from strata.base.compiled import step
 from strata.base.program import NOT_FINITE
-from strata.cpu.compiled import step
 from strata.cpu.error_word import report
 from strata.cpu.float_bits import fma32, sigmoid32, silu32, sqrt32
 from strata.cpu.float_sums import all_finite, dot_lanes, inverse_rms, lanes_of

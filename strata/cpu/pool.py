@@ -27,8 +27,8 @@ import weakref
 import numpy as np
 from numba import njit
 
+from strata.base.compiled import cached_njit
 from strata.base.errors import Closed, StrataError, need
-from strata.cpu.compiled import cached_njit
 from strata.cpu.cores import core_facts, default_threads, one_cpu_per_core
 from strata.cpu.machine_code import (
     call3,

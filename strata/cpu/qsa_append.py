@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numba import njit
 
+from strata.base.compiled import chunk, step
 from strata.base.program import NOT_FINITE
-from strata.cpu.compiled import chunk, step
 from strata.cpu.error_word import report
 from strata.cpu.float_sums import all_finite, inverse_rms
 from strata.cpu.kv_cells import store_head

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numba import njit
 
+from strata.base.compiled import chunk
 from strata.base.errors import need
 from strata.base.program import NOT_FINITE
-from strata.cpu.compiled import chunk
 from strata.cpu.error_word import report
 from strata.cpu.float_bits import f32_bits
 from strata.cpu.float_sums import all_finite

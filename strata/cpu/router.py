@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from strata.base.compiled import chunk
 from strata.base.program import NOT_FINITE
-from strata.cpu.compiled import chunk
 from strata.cpu.error_word import report
 from strata.cpu.float_bits import exp32
 from strata.cpu.float_sums import all_finite

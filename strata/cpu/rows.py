@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from numba.extending import overload
 
+from strata.base.compiled import CFunction, c_function
 from strata.base.errors import ModelError
-from strata.cpu.compiled import CFunction, c_function
 from strata.cpu.float_bits import bf16_f32, half_f32, i32_f32
 from strata.cpu.gemv.rows import STEP
 from strata.cpu.gemv.unpack_grid import (

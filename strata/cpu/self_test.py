@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from strata.base import arithmetic
+from strata.base.compiled import CFunction, c_function
 from strata.base.errors import SelfTestFailed
-from strata.cpu.compiled import CFunction, c_function
 from strata.cpu.gemv.table import MOST_ROWS, kernel, layout_of
 from strata.cpu.machine_code import call6, call7, exact_floats, i64_view, set_float_control
 from strata.pack import lanes

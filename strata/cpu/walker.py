@@ -1,7 +1,7 @@
 """Walk a list of steps, (function address, argument record) pairs, in one nogil call; an error word stops it.
 
 The list is built once in Python (`WalkList`), then run per window without touching Python, without allocating and at a
-few nanoseconds a step. A step is a `step` function of `strata.cpu.compiled`; it reads everything it needs from its
+few nanoseconds a step. A step is a `step` function of `strata.base.compiled`; it reads everything it needs from its
 argument record, an array of int64: addresses, counts, or the bits of a float32 (`float_argument`, read with ldf32).
 """
 
@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from strata.base.compiled import CFunction, c_function, cached_njit, chunk, step
 from strata.base.errors import need
 from strata.base.program import ERROR_WORDS, OK
-from strata.cpu.compiled import CFunction, c_function, cached_njit, chunk, step
 from strata.cpu.machine_code import (
     call1,
     clock_ns,

@@ -229,6 +229,8 @@ class GgufFile:
 
 
 def _map(path: Path) -> mmap.mmap:
+    if not path.is_file():  # a pipe would block, a device has no end
+        raise FileError(f"cannot open '{path}'", found="no regular file", needed="a GGUF file")
     try:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

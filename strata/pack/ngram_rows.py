@@ -9,7 +9,9 @@ from __future__ import annotations
 import mmap
 
 import numpy as np
-from numba import njit, types
+from numba import types
+
+from strata.base.compiled import cached_njit
 
 WAYS = 8
 
@@ -23,10 +25,8 @@ WILL_NEED = getattr(mmap, "MADV_WILLNEED", -1)
 # The C library's: int madvise(void *address, size_t n_bytes, int advice).
 _madvise = types.ExternalFunction("madvise", types.int32(types.int64, types.uint64, types.int32))
 
-_JIT = {"cache": True, "nogil": True, "boundscheck": False}
 
-
-@njit(**_JIT)
+@cached_njit
 def hash_rows(tokens, prev1, prev2, reset, multipliers, moduli, offsets, heads_per_order, limit, out):
     """Row ids of a window; returns -1, or the index of the first token that is not in [0, limit).
 
@@ -54,7 +54,7 @@ def hash_rows(tokens, prev1, prev2, reset, multipliers, moduli, offsets, heads_p
     return -1
 
 
-@njit(**_JIT)
+@cached_njit
 def look_up(ids, n_rows, places, index, unique, landed, keys, used, cached, staging, counts):
     """De-duplicates `ids` and copies the rows that the cache holds into `staging`.
 
@@ -103,7 +103,7 @@ def look_up(ids, n_rows, places, index, unique, landed, keys, used, cached, stag
     return n
 
 
-@njit(**_JIT)
+@cached_njit
 def prefetch_rows(n, unique, landed, address, row_bytes):
     """Asks the system to read the pages of the rows that have not landed; returns without waiting.
 
@@ -116,7 +116,7 @@ def prefetch_rows(n, unique, landed, address, row_bytes):
             _madvise(page, start + row_bytes - page, WILL_NEED)
 
 
-@njit(**_JIT)
+@cached_njit
 def read_rows(n, unique, landed, table, keys, used, hands, cached, staging):
     """Reads the rows that have not landed from `table` (rows, row_bytes) into `staging` and into the cache."""
     sets = keys.shape[0]
@@ -147,7 +147,7 @@ def read_rows(n, unique, landed, table, keys, used, hands, cached, staging):
             cached[s, w, b] = staging[i, b]
 
 
-@njit(**_JIT)
+@cached_njit
 def spread_iq4_nl(staging, index, half, levels, out):
     """Rows of IQ4_NL blocks -> out (n, row_width) float32; half (65536,) float32 of every f16, levels (16,) float32."""
     for i in range(index.size):
@@ -161,7 +161,7 @@ def spread_iq4_nl(staging, index, half, levels, out):
                 out[i, block * 32 + 16 + j] = d * levels[code >> 4]
 
 
-@njit(**_JIT)
+@cached_njit
 def spread_q8_0(staging, index, half, levels, out):
     """Rows of Q8_0 blocks -> out (n, row_width) float32."""
     for i in range(index.size):
@@ -173,7 +173,7 @@ def spread_q8_0(staging, index, half, levels, out):
                 out[i, block * 32 + j] = d * np.float32(np.int8(staging[row, at + 2 + j]))
 
 
-@njit(**_JIT)
+@cached_njit
 def spread_f16(staging, index, half, levels, out):
     """Rows of F16 -> out (n, row_width) float32."""
     for i in range(index.size):
@@ -182,7 +182,7 @@ def spread_f16(staging, index, half, levels, out):
             out[i, j] = half[np.int64(staging[row, 2 * j]) | np.int64(staging[row, 2 * j + 1]) << 8]
 
 
-@njit(**_JIT)
+@cached_njit
 def spread_bytes(staging, index, width, skip, out):
     """Rows of BF16 (width 2) or F32 (width 4) -> the bytes of float32, out (n, 4 row_width) uint8; skip = 4 - width."""
     for i in range(index.size):

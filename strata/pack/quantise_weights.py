@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from numba import njit
 
+from strata.base.compiled import cached_njit
 from strata.base.errors import BadArgument, ModelError
 from strata.pack.formats import by_name
 
-_JIT = {"cache": True, "nogil": True, "boundscheck": False, "error_model": "numpy"}
 _f32 = np.float32
 
 Q2_0_SCALES = 17
@@ -25,7 +24,7 @@ TINY = np.float32(2.0**-100)
 """Blocks below it have a float16 scale of zero, so they are stored as zeros."""
 
 
-@njit(**_JIT)
+@cached_njit
 def _largest(x):
     """Largest magnitude of a block."""
     amax = _f32(0)
@@ -34,7 +33,7 @@ def _largest(x):
     return amax
 
 
-@njit(**_JIT)
+@cached_njit
 def _q8_0_blocks(x, codes, scales):
     """x (n, 32) float32 -> codes (n, 32) int8, scales (n,) float32."""
     for b in range(x.shape[0]):
@@ -50,13 +49,13 @@ def _q8_0_blocks(x, codes, scales):
             codes[b, j] = np.int8(whole if t >= 0 else -whole)
 
 
-@njit(**_JIT)
+@cached_njit
 def _q2_0_code(t):
     """Nearest of -1, 0, 1, 2 (halves to even), as float32."""
     return _f32(t >= _f32(-0.5)) + _f32(t > _f32(0.5)) + _f32(t >= _f32(1.5)) - _f32(1)
 
 
-@njit(**_JIT)
+@cached_njit
 def _q2_0_scales(x, scales):
     """x (n, 64) float32 -> the best of the scales tried (n,) float32; of equally good ones the smallest."""
     tried = np.empty(Q2_0_SCALES, np.float32)
@@ -83,7 +82,7 @@ def _q2_0_scales(x, scales):
         scales[b] = tried[best]
 
 
-@njit(**_JIT)
+@cached_njit
 def _q2_0_bytes(x, scales, out):
     """Codes of x (n, 64) against the stored scales (n,) float32, four a byte, low bits first: out (n, 16) uint8."""
     for b in range(x.shape[0]):

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from strata.cpu.compiled import cached_njit
+from strata.base.compiled import cached_njit
 from strata.cpu.exp64 import exp64, log64
 from strata.cpu.head_rows import order_key
 

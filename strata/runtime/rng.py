@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from strata.base.compiled import cached_njit
 from strata.base.errors import need
-from strata.cpu.compiled import cached_njit
 
 PICK, DRAFT, ACCEPT, RESIDUAL = 0, 1 << 61, 1 << 62, 1 << 63
 """Streams: the target's draw, the drafter's draw, the acceptance test and the draw after a rejection."""

@@ -90,7 +90,7 @@ class SamplingParams:
     @cached_property
     def filters(self) -> tuple[int, float, float]:
         """top_k, top_p, min_p as numbers; 0, 1.0, 0.0 are off."""
-        return int(self.top_k or 0), float(self.top_p), float(self.min_p)
+        return min(int(self.top_k or 0), 1 << 31), float(self.top_p), float(self.min_p)
 
     def validate(self, vocab: int) -> None:
         """Raise BadArgument (found, needed) for the first value out of its range; `vocab` is the vocabulary's size."""

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from strata.base.compiled import cached_njit
 from strata.base.errors import BadArgument, need
-from strata.cpu.compiled import cached_njit
 
 GRAM = 3
 _FIRST_CAPACITY = 1024

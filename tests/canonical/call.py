@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from strata.cpu.compiled import CFunction
+from strata.base.compiled import CFunction
 from strata.cpu.walker import float_argument
 
 GUARD_BYTES = 64

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from strata.cpu.compiled import CFunction
+from strata.base.compiled import CFunction
 from strata.cpu.gated_delta import conv_chunks, gdn_commit, gdn_conv, gdn_heads, head_chunks
 from strata.cpu.hyper_connection import hc_add, hc_mix, hc_norm, mix_pieces
 from strata.cpu.lower import aligned_bytes, parallel

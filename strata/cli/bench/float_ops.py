@@ -13,10 +13,10 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from strata.base.compiled import CFunction
 from strata.base.errors import need
 from strata.cli import flags
 from strata.cli.bench.float_cases import Builder, Case, cases
-from strata.cpu.compiled import CFunction
 from strata.cpu.float_bits import HAS_FMA
 from strata.cpu.machine_code import i64_view
 from strata.cpu.pool import Pool

@@ -8,8 +8,8 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from strata.base.arithmetic import INF_BITS, TINY_BITS
+from strata.base.compiled import c_function
 from strata.base.program import NOT_FINITE
-from strata.cpu.compiled import c_function
 from strata.cpu.float_bits import bits_f32, silu32
 from strata.cpu.gemv.rows import record_bytes, scales_at, sums_at
 from strata.cpu.gemv.vectors import Vectors

@@ -12,7 +12,7 @@ from __future__ import annotations
 from llvmlite import ir
 
 from strata.base.arithmetic import MAX_LANES
-from strata.cpu.compiled import CFunction
+from strata.base.compiled import CFunction
 from strata.cpu.gemv.frame import N_ARGS
 from strata.cpu.simd import Simd, Value, emitted, f32, i16, i64, kernel_intrinsic, vector
 from strata.cpu.tiers import needs_asking

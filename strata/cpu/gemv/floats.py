@@ -9,7 +9,7 @@ import numpy as np
 from numba import njit
 
 from strata.base.arithmetic import MAX_LANES
-from strata.cpu.compiled import CFunction, c_function
+from strata.base.compiled import CFunction, c_function
 from strata.cpu.float_bits import bf16_f32, fma32, half_f32
 from strata.cpu.gemv.rows import MOST_ROWS, named
 from strata.cpu.gemv.words import real, set_real, short, stack

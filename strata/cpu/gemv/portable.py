@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from strata.cpu.compiled import CFunction, c_function
+from strata.base.compiled import CFunction, c_function
 from strata.cpu.gemv.rows import row_loop
 from strata.cpu.gemv.unpack_grid import (
     unpack_iq1_m,

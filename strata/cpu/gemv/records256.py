@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from strata.base.arithmetic import INF_BITS, TINY_BITS
+from strata.base.compiled import CFunction
 from strata.base.program import NOT_FINITE
-from strata.cpu.compiled import CFunction
 from strata.cpu.simd import Simd, Value, f32, i8, i16, i32, i64, kernel_intrinsic, vector
 
 STEP = 256

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from strata.cpu.compiled import CFunction
+from strata.base.compiled import CFunction
 from strata.cpu.gemv.frame import N_ARGS, Lanes, Step, emit_product
 from strata.cpu.gemv.records import SCALE_BYTES, records_for
 from strata.cpu.gemv.small import SMALL, Small, bytes_of, e4m3_scales, e8m0_scales, nibbles, twos

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from strata.cpu.compiled import CFunction
+from strata.base.compiled import CFunction
 from strata.cpu.gemv import super256_grid, super256_k, super512_far, super512_grid, super512_k, super512_xs
 from strata.cpu.gemv.frame import N_ARGS, Step, emit_product
 from strata.cpu.gemv.records256 import BYTES, K2, K4, K6, WORDS, XS, Arrangement

@@ -28,8 +28,8 @@ from functools import cache, partial
 
 import numpy as np
 
+from strata.base.compiled import CFunction
 from strata.base.errors import BadArgument
-from strata.cpu.compiled import CFunction
 from strata.cpu.gemv import float_simd, floats, records, records256, small256, small512, super_kernels
 from strata.cpu.gemv.activations import quantise_p32, quantise_p256, swiglu_rows
 from strata.cpu.gemv.portable import QUANTISED

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import re
 import sys
@@ -35,6 +36,8 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLoca
 from numba.core.ccallback import CFunc
 
 from strata.base.errors import need
+
+log = logging.getLogger("strata")
 
 _PACKAGE = __name__.partition(".")[0]
 _IMPORT = re.compile(
@@ -123,7 +126,32 @@ class _CacheFiles(CompileResultCacheImpl):
 
 
 class _Cache(FunctionCache):
+    """Numba's disk cache that never stands in the way: what cannot be read is compiled again, what cannot be written
+    is left out, with one warning a folder."""
+
     _impl_class = _CacheFiles
+
+    def load_overload(self, sig, target_context):
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception as error:  # a cut or foreign pickle can raise anything
+            log.warning("unreadable kernel cache in %s (%s): compiling again", self.cache_path, type(error).__name__)
+            try:
+                self.flush()
+            except OSError as failure:
+                _warn_not_kept(self.cache_path, str(failure))
+            return None
+
+    def save_overload(self, sig, data):
+        try:
+            super().save_overload(sig, data)
+        except OSError as error:
+            _warn_not_kept(self.cache_path, error.strerror or str(error))
+
+
+@cache
+def _warn_not_kept(folder: str, why: str) -> None:
+    log.warning("compiled kernels are not kept in %s: %s; set STRATA_CACHE to a folder with room", folder, why)
 
 
 @cache
