@@ -93,9 +93,9 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def service(path: Path, port: int = 0, sessions: int = 2) -> Iterator[tuple[Writer, str]]:
+def service(path: Path, port: int = 0, sessions: int = 2, context: int = 2048) -> Iterator[tuple[Writer, str]]:
     """The running service and its address. Leaving the block stops it and closes the model."""
-    writer = Writer(path, sessions)
+    writer = Writer(path, sessions, context)
     try:
         handler = type("BoundHandler", (Handler,), {"writer": writer})
         with ThreadingHTTPServer(("127.0.0.1", port), handler) as server:

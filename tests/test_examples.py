@@ -162,7 +162,7 @@ def test_embed_in_app_refuses_and_recovers(tiny_path):
 
 def test_embed_in_app_frees_the_session_of_a_client_that_went_away(tiny_path):
     app = example("embed_in_app")
-    with app.service(tiny_path, sessions=1) as (writer, address):
+    with app.service(tiny_path, sessions=1, context=24_000) as (writer, address):
         body = json.dumps({"prompt": "import os", "max_tokens": 20_000}).encode()
         with urlopen(Request(f"{address}/complete", body)) as answer:
             assert answer.read(1)
@@ -179,7 +179,7 @@ def test_embed_in_app_frees_the_session_of_a_client_that_went_away(tiny_path):
 
 def test_embed_in_app_stops_while_answering(tiny_path):
     app = example("embed_in_app")
-    with app.service(tiny_path, sessions=1) as (writer, address):
+    with app.service(tiny_path, sessions=1, context=24_000) as (writer, address):
         body = json.dumps({"prompt": "import os", "max_tokens": 20_000}).encode()
         answer = urlopen(Request(f"{address}/complete", body))
         assert answer.read(1)
