@@ -50,7 +50,7 @@ SHAPES = {
     "one KV head, all dims rotated": {"H": 6, "Hkv": 1, "dh": 32, "rotary_dims": 32, "indexer_heads": 3,
                                       "indexer_dim": 48},
     "a KV head per head": {"H": 3, "Hkv": 3, "dh": 80, "rotary_dims": 20},
-    "3 value heads per key head": {"gdn_key_heads": 1, "gdn_value_heads": 3, "gdn_key_dim": 24, "gdn_value_dim": 12,
+    "3 value heads per key head": {"gdn_key_heads": 1, "gdn_value_heads": 3, "gdn_key_dim": 24, "gdn_value_dim": 48,
                                    "gdn_conv_taps": 2},
     "long convolution": {"gdn_key_heads": 3, "gdn_value_heads": 3, "gdn_key_dim": 32, "gdn_value_dim": 64,
                          "gdn_conv_taps": 6},

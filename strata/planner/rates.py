@@ -61,15 +61,15 @@ class CpuCosts:
     core_gbps: Mapping[str, float] = field(default_factory=dict)
     row_ns: Mapping[str, float] = field(default_factory=dict)
     stream_gbps: Mapping[str, float] = field(default_factory=dict)
-    gdn_ns: float = 0.65
-    commit_ns: float = 0.4
-    attend_ns: float = 0.2
-    hc_ns: float = 2.2
-    element_ns: float = 2.0
+    gdn_ns: float = 0.2
+    commit_ns: float = 0.22
+    attend_ns: float = 0.09
+    hc_ns: float = 1.3
+    element_ns: float = 1.5
     expert_ns: float | None = None
     op_us: float = 0.1
     join_us: float = 1.0
-    host_us: float = 130.0
+    host_us: float = 80.0
     pace: float = 1.0
 
     @property
