@@ -69,12 +69,14 @@ class Allocation:
 
 # Error word: four int64 (code, op index, layer, detail). The first op in list order that sets it wins.
 ERROR_WORDS = 4
-OK, NOT_FINITE, COMBINE_OVERFLOW, NGRAM_TIMEOUT, NGRAM_FAILED = range(5)
+OK, NOT_FINITE, COMBINE_OVERFLOW, NGRAM_TIMEOUT, NGRAM_FAILED, EXPERTS_TIMEOUT, EXPERTS_FAILED = range(7)
 ERROR_TEXT = {
     NOT_FINITE: "a non-finite value",
     COMBINE_OVERFLOW: "an expert output that is not finite or beyond 2^24",
     NGRAM_TIMEOUT: "no n-gram rows within the limit",
     NGRAM_FAILED: "an I/O error while reading n-gram rows",
+    EXPERTS_TIMEOUT: "no answer of the CPU's experts within the limit",
+    EXPERTS_FAILED: "a failure of the CPU's experts",
 }
 
 
