@@ -6,7 +6,7 @@ import pytest
 from strata.base import arithmetic
 from strata.base.errors import BadArgument
 from strata.gpu.activations import Activations
-from strata.gpu.gemv import gemv, relayout
+from strata.gpu.gemv import SPLIT, gemv, relayout
 from strata.pack.formats import FORMATS, by_name
 from strata.pack.lanes import gemv as exact
 from tests.block_data import MODES, random_activations, random_rows
@@ -42,12 +42,15 @@ def wanted(format, raw, x):
 
 def check(format, raw, x, reverse=False, spare=0, expected=None):
     T, rows = len(x), len(raw)
-    weights, area, y = aligned(relayout(format, raw)), area_of(x, format.group), room(T, rows + spare)
-    run_all(gemv(format, address(weights), rows, area.places, address(y), rows + spare), reverse=reverse)
-    check_guards(y)
-    assert (y[:, rows:].view(np.uint8) == 0x5A).all(), "written between the rows"
+    weights, area = aligned(relayout(format, raw)), area_of(x, format.group)
     expected = wanted(format, raw, x) if expected is None else expected
-    assert_same(y[:, :rows], expected, f"{format.name}, K {x.shape[1]}, T {T}")
+    for split in (False, True) if format.name in SPLIT else (False,):
+        y = room(T, rows + spare)
+        launches = gemv(format, address(weights), rows, area.places, address(y), rows + spare, split=split)
+        run_all(launches, reverse=reverse)
+        check_guards(y)
+        assert (y[:, rows:].view(np.uint8) == 0x5A).all(), "written between the rows"
+        assert_same(y[:, :rows], expected, f"{format.name}, K {x.shape[1]}, T {T}, split {split}")
 
 
 def widths(format):

@@ -27,7 +27,7 @@ def largest(logits: np.ndarray, n: int, bans: bool = False, reverse: bool = Fals
 
 def sums_of(logits: np.ndarray, values: np.ndarray) -> np.ndarray:
     T, V = logits.shape
-    terms, sums = room(T, V, dtype="float64"), room(T, dtype="float64")
+    terms, sums = room(gpu.term_bytes(T, V) // 8, dtype="float64"), room(T, dtype="float64")
     run_all(gpu.log_sum_exp(address(logits), address(values), address(terms), address(sums), T, V))
     return sums
 

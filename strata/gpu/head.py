@@ -30,7 +30,7 @@ class Head:
         rows = WINDOW_ROWS * V
         sizes = {
             "tops": 4 * WINDOW_ROWS * head_rows.runs_of(V),
-            "terms": 8 * rows,
+            "terms": head_rows.term_bytes(WINDOW_ROWS, V),
             "modified": 4 * rows,
             "counts": 4 * rows,
             "history": 4 * context,
@@ -46,6 +46,11 @@ class Head:
         self._logits = memory.address("logits")
         self._at = {name: memory.scratch(f"head.{name}", 0) for name in SCRATCH}
         self._full = np.empty((WINDOW_ROWS, V), np.float32)
+
+    @property
+    def host_bytes(self) -> int:
+        """Of full logits on the host."""
+        return self._full.nbytes
 
     # ---- places
 

@@ -7,7 +7,8 @@
 
 #define RUN 64
 #define TOP_THREADS 1024
-#define MOST 64
+#define RUNS_EACH 4      // runs that a thread keeps in registers
+#define CANDIDATES 2048  // logits that are sorted by counting
 #define BAD 0xffffffffu
 
 // Unsigned integers in the order of the floats.
@@ -39,88 +40,100 @@ KERNEL(256) head_scan(const float *logits, u32 *tops, int V, int runs, int bans)
     if (lane == 0) tops[(size_t)row * runs + run] = top;
 }
 
-// One step of a radix search: the digit in which the `left`-th largest lies; left becomes its rank inside.
-DEVICE void pick(const int *counts, int &digit, int &left) {
-    int d = 255, rest = left;
-    while (d > 0 && counts[d] < rest) rest -= counts[d--];
-    digit = d;
-    left = rest;
+// The n-th largest of the keys that threads hold, or a number between it and the next smaller one: bits from the top,
+// one count a bit. Counting by votes has no hot counters, as digits of similar floats would.
+template <int EACH>
+DEVICE u32 nth_largest(const u32 (&keys)[EACH], int n, int *warps) {
+    u32 bound = 0;
+    for (int bit = 31; bit >= 0; bit--) {
+        u32 trial = bound | 1u << bit;
+        int mine = 0;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) mine += keys[i] >= trial;
+        int all = block_count(mine, warps);
+        if (all >= n) bound = trial;
+        if (all == n) break;
+    }
+    return bound;
 }
 
 // ids and values (T, stride): the n largest logits in order. status (T): -1, or the id of the first bad logit, and then
 // nothing else is written. One block a row; V >= n.
+//
+// Logits that reach the n-th largest run are candidates; there are rarely more than a few hundred. If they do not fit
+// into the list, the bound is raised to the n-th largest of all, ties by lowest id.
 KERNEL(TOP_THREADS) head_top(const float *logits, const u32 *tops, int *ids, float *values, int *status, int V, int runs,
                              int n, int stride, int bans) {
-    __shared__ int counts[256], digit, left, first_bad, found;
-    __shared__ u64 list[MOST];
+    __shared__ int warps[33], first_bad, found;
+    __shared__ u64 list[CANDIDATES];
     int row = blockIdx.x, t = threadIdx.x, lane = t & 31, warp = t >> 5;
     const float *l = logits + (size_t)row * V;
     const u32 *top = tops + (size_t)row * runs;
-    if (t == 0) first_bad = V;
+    if (t == 0) first_bad = V, found = 0;
     __syncthreads();
-    for (int b = t; b < runs; b += TOP_THREADS)
-        if (top[b] == BAD)
-            for (int i = b * RUN; i < V && i < (b + 1) * RUN; i++)
-                if (is_bad(l[i], bans)) {
-                    atomicMin(&first_bad, i);
-                    break;
-                }
-    __syncthreads();
-    if (first_bad < V) {
-        if (t == 0) status[row] = first_bad;
-        return;
-    }
     u32 bound = 0;
-    if (runs > n) {
-        u32 mask = 0;
-        if (t == 0) left = n;
-        for (int shift = 24; shift >= 0; shift -= 8) {
-            if (t < 256) counts[t] = 0;
-            __syncthreads();
-            for (int b = t; b < runs; b += TOP_THREADS)
-                if ((top[b] & mask) == bound) atomicAdd(&counts[top[b] >> shift & 255], 1);
-            __syncthreads();
-            if (t == 0) pick(counts, digit, left);
-            __syncthreads();
-            bound |= (u32)digit << shift;
-            mask |= 255u << shift;
-            __syncthreads();
+    {
+        u32 keys[RUNS_EACH];
+        int most = 0;
+#pragma unroll
+        for (int i = 0; i < RUNS_EACH; i++) {
+            int b = t + i * TOP_THREADS;
+            keys[i] = b < runs ? top[b] : 0;
+            if (keys[i] == BAD) most = 1;
         }
+        for (int b = t + RUNS_EACH * TOP_THREADS; b < runs; b += TOP_THREADS) most |= top[b] == BAD;
+        if (block_count(most, warps)) {
+            for (int b = t; b < runs; b += TOP_THREADS)
+                if (top[b] == BAD)
+                    for (int i = b * RUN; i < V && i < (b + 1) * RUN; i++)
+                        if (is_bad(l[i], bans)) {
+                            atomicMin(&first_bad, i);
+                            break;
+                        }
+            __syncthreads();
+            if (t == 0) status[row] = first_bad;
+            return;
+        }
+        // The n-th largest of some runs bounds the n-th largest logit from below as well.
+        if (runs > n) bound = nth_largest(keys, n, warps);
     }
-    // The n-th largest among the runs that reach the bound, by key and then by lowest id: these keys are all different.
-    u64 edge = 0, mask = 0;
-    if (t == 0) left = n, found = 0;
-    for (int shift = 56; shift >= 0; shift -= 8) {
-        if (t < 256) counts[t] = 0;
-        __syncthreads();
+    // Keys that are all different: larger logits first, equal ones by lowest id.
+    u64 edge = (u64)bound << 32;
+    for (;;) {
         for (int b = warp; b < runs; b += TOP_THREADS / 32) {
             if (top[b] < bound) continue;
             for (int i = b * RUN + lane; i < V && i < (b + 1) * RUN; i += 32) {
                 u64 key = (u64)order_key(l[i]) << 32 | (u32)~i;
-                if ((key & mask) == edge) atomicAdd(&counts[key >> shift & 255], 1);
+                if (key >= edge) {
+                    int place = atomicAdd(&found, 1);
+                    if (place < CANDIDATES) list[place] = key;
+                }
             }
         }
         __syncthreads();
-        if (t == 0) pick(counts, digit, left);
-        __syncthreads();
-        edge |= (u64)digit << shift;
-        mask |= 255ull << shift;
-        __syncthreads();
-    }
-    for (int b = warp; b < runs; b += TOP_THREADS / 32) {
-        if (top[b] < bound) continue;
-        for (int i = b * RUN + lane; i < V && i < (b + 1) * RUN; i += 32) {
-            u64 key = (u64)order_key(l[i]) << 32 | (u32)~i;
-            if (key >= edge) {
-                int place = atomicAdd(&found, 1);
-                if (place < MOST) list[place] = key;
+        if (found <= CANDIDATES) break;
+        u64 exact = 0;
+        for (int bit = 63; bit >= 0; bit--) {
+            u64 trial = exact | 1ull << bit;
+            int mine = 0;
+            for (int b = warp; b < runs; b += TOP_THREADS / 32) {
+                if (top[b] < bound) continue;
+                for (int i = b * RUN + lane; i < V && i < (b + 1) * RUN; i += 32)
+                    mine += ((u64)order_key(l[i]) << 32 | (u32)~i) >= trial;
             }
+            int all = block_count(mine, warps);
+            if (all >= n) exact = trial;
+            if (all == n) break;
         }
+        edge = exact;
+        if (t == 0) found = 0;
+        __syncthreads();
     }
-    __syncthreads();
-    if (t < n) {
-        int rank = 0, id = (int)~(u32)list[t];
-        for (int j = 0; j < n; j++) rank += list[j] > list[t];
+    for (int c = t; c < found; c += TOP_THREADS) {
+        u64 key = list[c];
+        int rank = 0, id = (int)~(u32)key;
+        for (int j = 0; j < found; j++) rank += list[j] > key;
+        if (rank >= n) continue;
         ids[row * stride + rank] = id;
         values[row * stride + rank] = l[id];
     }
@@ -134,15 +147,45 @@ KERNEL(256) head_terms(const float *logits, const float *values, int stride, dou
     terms[(size_t)row * V + i] = exp64(add64((double)logits[(size_t)row * V + i], -(double)values[row * stride]));
 }
 
-// sums (T): log-sum-exp of each row; 256 lanes (id mod 256), ids ascending, halving tree. One block a row.
-KERNEL(256) head_sums(const double *terms, const float *values, int stride, double *sums, int V) {
+#define LSE_LANES 32   // lanes of a block
+#define LSE_ROWS 64    // ids of each lane that are under way at once
+
+// lanes (T, 256) float64: sums of 256 lanes (id mod 256), ids ascending. A block has 32 lanes: warp 0 adds what the
+// others bring into shared memory. Grid: (8, T).
+KERNEL(256) head_lanes(const double *terms, double *lanes, int V) {
+    __shared__ double tile[2][LSE_ROWS][LSE_LANES];
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, row = blockIdx.y, first = blockIdx.x * LSE_LANES + lane;
+    const double *e = terms + (size_t)row * V + first;
+    int n = first < V ? (V - first + 255) / 256 : 0, rounds = ((V + 255) / 256 + LSE_ROWS - 1) / LSE_ROWS;
+    double ahead[LSE_ROWS / 8], sum = 0.0;
+    auto fetch = [&](int round) {
+#pragma unroll
+        for (int i = 0; i < LSE_ROWS / 8; i++) {
+            int k = round * LSE_ROWS + 8 * i + warp;
+            ahead[i] = k < n ? e[(size_t)256 * k] : 0.0;
+        }
+    };
+    fetch(0);
+    for (int round = 0; round < rounds; round++) {
+#pragma unroll
+        for (int i = 0; i < LSE_ROWS / 8; i++) tile[round & 1][8 * i + warp][lane] = ahead[i];
+        if (round + 1 < rounds) fetch(round + 1);
+        __syncthreads();  // the other tile was read before the last one was complete
+        if (warp == 0) {
+            int left = n - round * LSE_ROWS;
+#pragma unroll 8
+            for (int k = 0; k < LSE_ROWS; k++)
+                if (k < left) sum = add64(sum, tile[round & 1][k][lane]);
+        }
+    }
+    if (warp == 0) lanes[(size_t)row * 256 + first] = sum;
+}
+
+// sums (T): log-sum-exp of each row, by a halving tree over its lanes. One block a row.
+KERNEL(256) head_sums(const double *lanes_of_rows, const float *values, int stride, double *sums) {
     __shared__ double lanes[256];
     int t = threadIdx.x, row = blockIdx.x;
-    const double *e = terms + (size_t)row * V;
-    double sum = 0.0;
-#pragma unroll 8
-    for (int i = t; i < V; i += 256) sum = add64(sum, e[i]);
-    lanes[t] = sum;
+    lanes[t] = lanes_of_rows[(size_t)row * 256 + t];
     __syncthreads();
     for (int half = 128; half; half >>= 1) {
         if (t < half) lanes[t] = add64(lanes[t], lanes[t + half]);

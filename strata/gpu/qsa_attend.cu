@@ -37,6 +37,13 @@ DEVICE List list_of(i64 n, const int *blocks, int block, int budget, const i64 *
     return l;
 }
 
+// Entries that a warp scores at once beside G heads, and the power of two that holds their sums.
+template <int G>
+struct Scored {
+    static const int ENTRIES = G > 6 ? 2 : 4, PAIRS = ENTRIES * G;
+    static const int N = PAIRS <= 4 ? 4 : PAIRS <= 8 ? 8 : PAIRS <= 16 ? 16 : 32;
+};
+
 // Grid: (tiles, KV head * splits, row). A block serves up to G query heads of one KV head. parts: per (row, query head,
 // tile) dh values of o, then m, then l. Shared: G queries, G x 64 scores. Threads beyond dh idle in the last phase.
 template <int G>
@@ -45,6 +52,8 @@ KERNEL(THREADS) qsa_tiles(const float *q, const i64 *pos, const void *const *k_s
                           float *parts, int H, int Hkv, int dh, int block, int budget, int splits, int most_tiles,
                           float scale, u64 *error, u64 where) {
     DYNAMIC_SHARED(bytes);
+    __shared__ i64 cells[TILE];
+    const int ENTRIES = Scored<G>::ENTRIES, PAIRS = Scored<G>::PAIRS, N = Scored<G>::N;
     float *query = (float *)bytes, *p = query + G * dh;
     int row = blockIdx.z, kv = blockIdx.y / splits, split = blockIdx.y % splits, group = H / Hkv;
     int low = split * group / splits, heads = (split + 1) * group / splits - low, head0 = kv * group + low;
@@ -52,33 +61,40 @@ KERNEL(THREADS) qsa_tiles(const float *q, const i64 *pos, const void *const *k_s
     int t = threadIdx.x, lane = t & 31, warp = t >> 5, base = blockIdx.x * TILE;
     if (base >= list.entries) return;
     int width = list.entries - base < TILE ? list.entries - base : TILE;
-    for (int i = t; i < heads * dh; i += THREADS) query[i] = q[((size_t)row * H + head0) * dh + i];
+    if (t < TILE) cells[t] = (t < width ? list.cell(base + t) : list.cell(base)) * Hkv + kv;
+    for (int i = t; i < G * dh; i += THREADS) query[i] = i < heads * dh ? q[((size_t)row * H + head0) * dh + i] : 0.f;
     __syncthreads();
     const void *k = *k_slot, *v = *v_slot;
     const u16 *k_scales = k_scales_slot ? *k_scales_slot : nullptr, *v_scales = v_scales_slot ? *v_scales_slot : nullptr;
     int lanes = lanes_of(dh, 32);
     bool fine = true;
-    for (int e = warp; e < width; e += THREADS / 32) {
-        size_t head = (size_t)list.cell(base + e) * Hkv + kv;
-        float sum[G];
+    for (int e = ENTRIES * warp; e < width; e += ENTRIES * (THREADS / 32)) {
+        float sums[N];
 #pragma unroll
-        for (int h = 0; h < G; h++) sum[h] = 0.f;
+        for (int i = 0; i < N; i++) sums[i] = 0.f;
         if (lane < lanes)
+#pragma unroll 4
             for (int i = lane; i < dh; i += lanes) {
-                float key = load_cell(k, k_scales, head, dh, i);
+                float key[ENTRIES];
+#pragma unroll
+                for (int j = 0; j < ENTRIES; j++) key[j] = load_cell(k, k_scales, cells[e + j], dh, i);
 #pragma unroll
                 for (int h = 0; h < G; h++)
-                    if (h < heads) sum[h] = fma32(query[h * dh + i], key, sum[h]);
-            }
 #pragma unroll
-        for (int h = 0; h < G; h++)
-            if (h < heads) {
-                float s = mul32(warp_tree(sum[h]), scale);
-                fine = fine && finite32(s);
-                if (lane == 0) p[h * TILE + e] = s;
+                    for (int j = 0; j < ENTRIES; j++)
+                        sums[ENTRIES * h + j] = fma32(query[h * dh + i], key[j], sums[ENTRIES * h + j]);
             }
+        float mine = packed_tree<N>(sums);
+#pragma unroll
+        for (int from = 0; from < PAIRS; from += 32) {
+            int pair = from + lane, h = pair / ENTRIES, j = pair % ENTRIES;
+            float s = mul32(__shfl_sync(ALL_LANES, mine, lane_of_pair<N>(pair & (N - 1))), scale);
+            if (pair >= PAIRS || h >= heads || e + j >= width) continue;
+            fine = fine && finite32(s);
+            p[h * TILE + e + j] = s;
+        }
     }
-    if (!fine && lane == 0) report(error, where, NOT_FINITE, row);
+    if (!fine) report(error, where, NOT_FINITE, row);
     __syncthreads();
     size_t stride = dh + 2;
     for (int h = warp; h < heads; h += THREADS / 32) {
@@ -104,8 +120,9 @@ KERNEL(THREADS) qsa_tiles(const float *q, const i64 *pos, const void *const *k_s
         float o[G];
 #pragma unroll
         for (int h = 0; h < G; h++) o[h] = 0.f;
+#pragma unroll 8
         for (int e = 0; e < width; e++) {
-            float value = load_cell(v, v_scales, (size_t)list.cell(base + e) * Hkv + kv, dh, i);
+            float value = load_cell(v, v_scales, cells[e], dh, i);
 #pragma unroll
             for (int h = 0; h < G; h++) o[h] = fma32(p[h * TILE + e], value, o[h]);
         }
@@ -116,23 +133,47 @@ KERNEL(THREADS) qsa_tiles(const float *q, const i64 *pos, const void *const *k_s
 }
 
 // Grid: (query head, row). Merges a row's tiles in order and applies the gate. q_gate (T, H, 2, dh), y (T, H, dh).
+//
+// How a tile changes what was merged before depends on maxima alone: a warp finds those factors for 32 tiles at once,
+// and every thread then adds its value up in order.
 KERNEL(THREADS) qsa_merge(const float *parts, const float *q_gate, float *y, const i64 *pos, const i64 *first, int H,
                           int dh, int block, int budget, int most_tiles, u64 *error, u64 where) {
-    int head = blockIdx.x, row = blockIdx.y;
+    __shared__ float old[32], fresh[32], sum[32];
+    int head = blockIdx.x, row = blockIdx.y, t = threadIdx.x, lane = t & 31;
     List list = list_of(*pos + row + 1, nullptr, block, budget, first);
     int tiles = (list.entries + TILE - 1) / TILE;
     size_t at = (size_t)row * H + head, stride = dh + 2;
     const float *part = parts + at * most_tiles * stride;
     bool fine = true;
-    for (int i = threadIdx.x; i < dh; i += THREADS) {
-        float o = part[i], m = part[dh], l = part[dh + 1];
-        for (int k = 1; k < tiles; k++) {
-            const float *next = part + k * stride;
-            float top = larger(m, next[dh]), old = exp32(sub32(m, top)), fresh = exp32(sub32(next[dh], top));
-            m = top;
-            l = fma32(next[dh + 1], fresh, mul32(l, old));
-            o = fma32(next[i], fresh, mul32(o, old));
+    for (int from = 0; from < dh; from += THREADS) {
+        int i = from + t;
+        float o = i < dh ? part[i] : 0.f, l = part[dh + 1], top = part[dh];
+        for (int k0 = 1; k0 < tiles; k0 += 32) {
+            int n = tiles - k0 < 32 ? tiles - k0 : 32;
+            if (t < 32) {
+                float mine = lane < n ? part[(k0 + lane) * stride + dh] : top, m = mine;
+#pragma unroll
+                for (int d = 1; d < 32; d <<= 1) {
+                    float other = __shfl_up_sync(ALL_LANES, m, d);
+                    if (lane >= d) m = larger(other, m);
+                }
+                m = larger(top, m);
+                float before = __shfl_up_sync(ALL_LANES, m, 1);
+                old[lane] = exp32(sub32(lane ? before : top, m));
+                fresh[lane] = exp32(sub32(mine, m));
+                sum[lane] = lane < n ? part[(k0 + lane) * stride + dh + 1] : 0.f;
+                top = __shfl_sync(ALL_LANES, m, 31);
+            }
+            __syncthreads();
+#pragma unroll 8
+            for (int k = 0; k < n; k++) {
+                float value = i < dh ? part[(k0 + k) * stride + i] : 0.f;
+                l = fma32(sum[k], fresh[k], mul32(l, old[k]));
+                o = fma32(value, fresh[k], mul32(o, old[k]));
+            }
+            __syncthreads();
         }
+        if (i >= dh) continue;
         float gate = q_gate[(at * 2 + 1) * dh + i], out = mul32(div32(o, l), sigmoid32(gate));
         y[at * dh + i] = out;
         // An infinite gate would end as a finite sigmoid.

@@ -8,8 +8,11 @@ from strata.base.errors import need
 from strata.gpu.launch import Launch, Source, i32, launch, pointer
 from strata.gpu.qsa_append import KvSlots
 
-HEADS_A_BLOCK = (1, 2, 4, 6, 12)
+HEADS_A_BLOCK = (1, 2, 3, 6, 12)
 """Instances: query heads of one KV head that a block serves together; larger groups are split."""
+
+BLOCKS_WANTED = 256
+"""Groups of heads are split further, down to single heads, until a launch has that many blocks."""
 
 SOURCE = Source("qsa_attend.cu", (*(f"qsa_tiles<{g}>" for g in HEADS_A_BLOCK), "qsa_merge"))
 TILE, THREADS = 64, 256
@@ -37,25 +40,36 @@ def qsa_attend(
     pos: addresses of int64 positions, one for every piece of 8 rows. blocks (T, budget) int32 or 0 for dense attention
     over the last `budget` cells (0: all) from the int64 at `first` (0: none) on. parts: scratch of part_bytes.
     """
-    need(H % Hkv == 0, "query heads do not divide among KV heads", found=f"{H}, {Hkv}")
     need(len(pos) == -(-T // ROWS_A_PIECE), "positions of the pieces of rows", found=len(pos))
-    group = H // Hkv
-    splits = -(-group // HEADS_A_BLOCK[-1])
-    heads = next(g for g in HEADS_A_BLOCK if g >= -(-group // splits))
-    tiles, scale = most_tiles(context, block, budget), np.float32(1) / np.sqrt(np.float32(dh))
     out = []
     for piece, position in enumerate(pos):
         skip = piece * ROWS_A_PIECE
-        rows = min(ROWS_A_PIECE, T - skip)
-        mine, gates = q + 4 * skip * H * dh, q_gate + 8 * skip * H * dh
         chosen = blocks + 4 * skip * budget if blocks else 0
-        args = (pointer(mine), pointer(position), pointer(cells.k), pointer(cells.k_scales), pointer(cells.v),
-                pointer(cells.v_scales), pointer(chosen), pointer(first), pointer(parts), i32(H), i32(Hkv), i32(dh),
-                i32(block), i32(budget), i32(splits), i32(tiles), scale, pointer(error), where)  # fmt: skip
-        shared_bytes = 4 * heads * (dh + TILE)
-        grid = (tiles, Hkv * splits, rows)
-        out.append(launch(SOURCE, f"qsa_tiles<{heads}>", grid, THREADS, *args, shared_bytes=shared_bytes))
-        merge = (pointer(parts), pointer(gates), pointer(y + 4 * skip * H * dh), pointer(position), pointer(first),
-                 i32(H), i32(dh), i32(block), i32(budget), i32(tiles), pointer(error), where)  # fmt: skip
-        out.append(launch(SOURCE, "qsa_merge", (H, rows), THREADS, *merge))
+        out += attend_rows(q + 4 * skip * H * dh, q_gate + 8 * skip * H * dh, y + 4 * skip * H * dh, position, cells,
+                           chosen, first, parts, min(ROWS_A_PIECE, T - skip), H, Hkv, dh, block, budget, context, error,
+                           where)  # fmt: skip
     return out
+
+
+def attend_rows(
+    q: int, q_gate: int, y: int, position: int, cells: KvSlots, blocks: int, first: int, parts: int, rows: int, H: int,
+    Hkv: int, dh: int, block: int, budget: int, context: int, error: int, where: np.uint64,
+) -> list[Launch]:  # fmt: skip
+    """qsa_attend of one piece of `rows` rows from the int64 at `position` on; parts: scratch for that many rows."""
+    need(H % Hkv == 0, "query heads do not divide among KV heads", found=f"{H}, {Hkv}")
+    group = H // Hkv
+    tiles, scale = most_tiles(context, block, budget), np.float32(1) / np.sqrt(np.float32(dh))
+    splits = -(-group // HEADS_A_BLOCK[-1])
+    while splits < group and tiles * Hkv * splits * rows < BLOCKS_WANTED:
+        splits += 1
+    heads = next(g for g in HEADS_A_BLOCK if g >= -(-group // splits))
+    args = (pointer(q), pointer(position), pointer(cells.k), pointer(cells.k_scales), pointer(cells.v),
+            pointer(cells.v_scales), pointer(blocks), pointer(first), pointer(parts), i32(H), i32(Hkv), i32(dh),
+            i32(block), i32(budget), i32(splits), i32(tiles), scale, pointer(error), where)  # fmt: skip
+    grid = (tiles, Hkv * splits, rows)
+    merge = (pointer(parts), pointer(q_gate), pointer(y), pointer(position), pointer(first), i32(H), i32(dh),
+             i32(block), i32(budget), i32(tiles), pointer(error), where)  # fmt: skip
+    return [
+        launch(SOURCE, f"qsa_tiles<{heads}>", grid, THREADS, *args, shared_bytes=4 * heads * (dh + TILE)),
+        launch(SOURCE, "qsa_merge", (H, rows), THREADS, *merge),
+    ]

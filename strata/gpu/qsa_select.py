@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import numpy as np
 
+from strata.base.errors import need
 from strata.gpu.launch import Launch, Source, i32, launch, pointer
 
-SOURCE = Source("qsa_select.cu", ("qsa_scores", "qsa_select"))
+SUMMED = (4, 16)
+"""Instances of the scores: pairs of row and head that a warp sums together."""
+KEPT = (8, 24)
+"""Instances of the selection: scores that a thread keeps in registers."""
+SOURCE = Source(
+    "qsa_select.cu", (*(f"qsa_scores<{n}>" for n in SUMMED), *(f"qsa_select<{n}>" for n in KEPT))
+)
 SCORE_THREADS, SELECT_THREADS = 256, 1024
-MOST_SCORE_BLOCKS = 264
-"""Thread blocks a row for the scores: the grid is fixed, the number of blocks of cells is not."""
+MOST_SCORE_BLOCKS = 528
+"""Thread blocks for the scores: the grid is fixed, the number of blocks of cells is not."""
 
 
 def score_bytes(T: int, context: int, block: int) -> int:
     """Bytes of the scratch for scores."""
     return 4 * T * (context // block)
+
+
+def select(scores: int, pos: int, blocks: int, rows: int, block: int, budget: int, most: int) -> list[Launch]:
+    """blocks (rows, budget) int32 from scores (rows, most); row r is that of position *pos + r."""
+    kept = next((n for n in KEPT if n * SELECT_THREADS >= most), KEPT[-1])
+    args = (pointer(scores), pointer(pos), pointer(blocks), i32(block), i32(budget), i32(most))
+    return [launch(SOURCE, f"qsa_select<{kept}>", rows, SELECT_THREADS, *args)]
 
 
 def qsa_select(
@@ -25,12 +39,11 @@ def qsa_select(
 
     scores: scratch of score_bytes. A row that sees no more complete blocks than `budget` gets them all.
     """
+    need(1 <= heads <= SUMMED[-1], "heads of the indexer", found=heads, needed=f"1 to {SUMMED[-1]}")
     most = context // block
-    grid = min(MOST_SCORE_BLOCKS, max(1, -(-most * 32 // SCORE_THREADS)))
-    args = (pointer(iq), pointer(keys_slot), pointer(pos), pointer(scores), i32(heads), i32(dim), i32(block),
+    summed = next(n for n in SUMMED if n >= min(T * heads, SUMMED[-1]) and n >= heads)
+    grid = min(MOST_SCORE_BLOCKS, max(1, -(-most * 16 // SCORE_THREADS)))
+    args = (pointer(iq), pointer(keys_slot), pointer(pos), pointer(scores), i32(T), i32(heads), i32(dim), i32(block),
             i32(budget), i32(most), pointer(error), where)  # fmt: skip
-    choose = (pointer(scores), pointer(pos), pointer(blocks), i32(block), i32(budget), i32(most))
-    return [
-        launch(SOURCE, "qsa_scores", (grid, T), SCORE_THREADS, *args, shared_bytes=4 * heads * dim),
-        launch(SOURCE, "qsa_select", T, SELECT_THREADS, *choose),
-    ]
+    scored = launch(SOURCE, f"qsa_scores<{summed}>", grid, SCORE_THREADS, *args, shared_bytes=4 * T * heads * dim)
+    return [scored, *select(scores, pos, blocks, T, block, budget, most)]

@@ -20,6 +20,40 @@ DEVICE float warp_tree(float v) {
     return v;
 }
 
+// The fixed tree over the lanes of N sums at once: each exchange moves half of what is left. Returns the sum of the pair
+// that `pair_of_lane` names.
+template <int N>
+DEVICE float packed_tree(float (&v)[N]) {
+    int lane = threadIdx.x & 31, left = N;
+#pragma unroll
+    for (int half = 16; half; half >>= 1) {
+        if (left > 1) {
+            left >>= 1;
+#pragma unroll
+            for (int i = 0; i < N / 2; i++)
+                if (i < left) {
+                    bool upper = lane & half;
+                    float keep = upper ? v[i + left] : v[i], give = upper ? v[i] : v[i + left];
+                    v[i] = add32(keep, __shfl_xor_sync(ALL_LANES, give, half));
+                }
+        } else {
+            v[0] = add32(v[0], __shfl_xor_sync(ALL_LANES, v[0], half));
+        }
+    }
+    return v[0];
+}
+// A lane that holds pair `pair` of N after packed_tree.
+template <int N>
+DEVICE int lane_of_pair(int pair) {
+    int lane = 0;
+#pragma unroll
+    for (int half = 16, left = N; left > 1; half >>= 1) {
+        left >>= 1;
+        if (pair & left) lane |= half;
+    }
+    return lane;
+}
+
 // Tree over 256 lanes held by one warp, lane 32 j + t of the sum in v[j] of thread t.
 DEVICE float warp_tree256(float (&v)[8]) {
 #pragma unroll
@@ -84,3 +118,20 @@ DEVICE float inverse_rms(float squares, int n, float eps) {
 
 // Whether `fine` holds in all threads of the warp.
 DEVICE bool warp_all(bool fine) { return __all_sync(ALL_LANES, fine); }
+
+// Sum of v over the lanes of a warp, for all of them.
+DEVICE int warp_count(int v) {
+#pragma unroll
+    for (int half = 16; half; half >>= 1) v += __shfl_xor_sync(ALL_LANES, v, half);
+    return v;
+}
+
+// Sum of v over the threads of a block of whole warps, for all of them. warps: 32 ints of shared memory.
+DEVICE int block_count(int v, int *warps) {
+    v = warp_count(v);
+    __syncthreads();  // the last count has been read
+    if ((threadIdx.x & 31) == 0) warps[threadIdx.x >> 5] = v;
+    __syncthreads();
+    int lane = threadIdx.x & 31, all = lane < (int)(blockDim.x >> 5) ? warps[lane] : 0;
+    return warp_count(all);
+}

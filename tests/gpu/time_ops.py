@@ -186,7 +186,7 @@ def attention(t: Timer, T: int, cells: int) -> None:
 def head(t: Timer, T: int) -> None:
     logits, tops = t.floats(T * V), t.device.alloc(4 * T * head_rows.runs_of(V))
     ids, values, status = (t.device.alloc(4 * 8 * 64) for _ in range(3))
-    terms, sums = t.device.alloc(8 * T * V), t.device.alloc(64)
+    terms, sums = t.device.alloc(head_rows.term_bytes(T, V)), t.device.alloc(64)
     for n in (1, 20, 64):
         for launch in head_rows.top(logits, tops, ids, values, status, T, V, n):
             t.show(f"{launch.kernel} n={n} T={T}", lambda i, one=launch: [one], 4 * T * V, 1)

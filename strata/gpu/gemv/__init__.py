@@ -13,7 +13,7 @@ import numpy as np
 from strata.base.errors import need
 from strata.gpu.activations import Activations
 from strata.gpu.launch import Launch, Source, i32, i64, launch, pointer
-from strata.gpu.relayout import relayout, relayout_bytes, restore
+from strata.gpu.relayout import LAYOUTS, relayout, relayout_bytes, restore
 from strata.pack.formats import BlockFormat
 
 __all__ = ["COLUMNS", "Hidden", "Place", "gemv", "product", "relayout", "relayout_bytes", "restore", "source_of"]
@@ -26,8 +26,18 @@ BLOCKS_WANTED = 1024
 NOWHERE = np.uint64(0)
 
 
+SPLIT = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "IQ4_XS", "Q2_0")
+"""Formats with a second kernel for matrices of few rows: those that dense tensors of releases have."""
+SPLIT_ROWS = 8
+SPLIT_MOST_ROWS = 24576
+"""Above, eight rows a warp keep every processor busy, and the split is slower."""
+SPLIT_STEPS = {1: 16, 4: 8}
+"""Steps of a row that a round of the split kernel holds, by most columns."""
+
+
 def _source(file: str, *formats: str) -> Source:
-    return Source(f"gemv/{file}.cu", tuple(f"product<{f}, {M}>" for f in formats for M in COLUMNS))
+    whole = tuple(f"product<{f}, {M}>" for f in formats for M in COLUMNS)
+    return Source(f"gemv/{file}.cu", whole + tuple(f"split<{f}, {M}>" for f in formats if f in SPLIT for M in COLUMNS))
 
 
 SMALL4 = _source("small4", "Q4_0", "Q4_1", "IQ4_NL", "MXFP4", "NVFP4")
@@ -39,7 +49,7 @@ IQ4_XS = _source("iq4_xs", "IQ4_XS")
 GRIDS = _source("grids", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M")
 
 _SOURCES = {
-    name: s for s in (SMALL4, SMALL5, Q8_0, Q2_0, K_QUANTS, IQ4_XS, GRIDS) for name in {i[8:-4] for i in s.instances}
+    name: s for s in (SMALL4, SMALL5, Q8_0, Q2_0, K_QUANTS, IQ4_XS, GRIDS) for name in {i[8:-4] for i in s.instances if i.startswith("product")}
 }
 
 
@@ -158,6 +168,25 @@ def product(
     return [launch(source, f"product<{format.name}, {M}>", (across, tiles), 32 * warps, *args)]
 
 
-def gemv(format: BlockFormat, weights: int, rows: int, x: Activations, y: int, y_stride: int = 0) -> list[Launch]:
-    """y (x.T, rows) float32, y_stride values from row to row (0: rows) = a relaid matrix at `weights` times x."""
-    return product(format, Place(weights), rows, x, y, y_stride)
+def gemv(
+    format: BlockFormat, weights: int, rows: int, x: Activations, y: int, y_stride: int = 0, *, split: bool | None = None
+) -> list[Launch]:
+    """y (x.T, rows) float32, y_stride values from row to row (0: rows) = a relaid matrix at `weights` times x.
+
+    split  whether the warps of a block share rows; None: as is faster
+    """
+    source, layout = source_of(format), LAYOUTS[format.name]
+    chunks = x.K // format.block_values // (layout.steps * layout.blocks)
+    M = COLUMNS[0] if x.T == 1 else COLUMNS[1]
+    if split is None:
+        split = format.name in SPLIT and rows <= SPLIT_MOST_ROWS and chunks >= 4
+    if not split:
+        return product(format, Place(weights), rows, x, y, y_stride)
+    need(x.group == format.group and x.K % format.block_values == 0 and rows > 0 and y != 0, "a split product",
+         found=(x.group, x.K, rows), needed=format.group)  # fmt: skip
+    most = min(8, SPLIT_STEPS[M] // layout.steps)
+    warps = min(range(4, most + 1), key=lambda w: (-(-chunks // w) * w, -w))
+    args = (pointer(weights), i32(x.T), pointer(x.codes), pointer(x.scales), pointer(x.sums), pointer(y),
+            i64(y_stride or rows), i32(rows), i32(x.K))  # fmt: skip
+    grid = (-(-x.T // M), -(-rows // SPLIT_ROWS))
+    return [launch(source, f"split<{format.name}, {M}>", grid, 32 * warps, *args)]

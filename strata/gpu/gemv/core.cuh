@@ -9,7 +9,7 @@
 //   VALUES                  values of a block
 //   Step, unpack(raw, e, q, table)      signed bytes and scales of step e
 //   X, read(columns, t, first, q)       the activations that meet them, first the step's first value
-//   dot(step, x, v)         one fma per lane
+//   dot(step, x, v)         one fma per lane, v[j] = fma32(integer, scale, v[j]); with Terms in v the two factors
 //   MINIMUM                 0, or 1 and -1 for four more lanes that are added or subtracted. Two threads could take
 //                           each of them: thread q takes lane q / 2 of the row q mod 2 of its two.
 //   Step::least, add_minimum(least, x, m)       what a minimum needs of a step, and its fma

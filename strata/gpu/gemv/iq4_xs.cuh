@@ -35,7 +35,8 @@ struct IQ4_XS {
         return {{codes8(codes), codes8(codes + 128)}, {codes8(codes + 16), codes8(codes + 144)},
                 __ldg(x.scales + (at >> 8))};
     }
-    DEVICE static void dot(const Step &s, const X &x, float (&v)[2]) {
+    template <class V>
+    DEVICE static void dot(const Step &s, const X &x, V (&v)[2]) {
         float c = mul32(s.d, x.d);
         int first = 0, second = 0;
 #pragma unroll

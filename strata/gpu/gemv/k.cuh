@@ -30,7 +30,8 @@ struct Scaled {
         return v;
     }
     DEVICE static float value(int sum) { return DIRECT ? whole(WHOLE + sum) : i32_f32(sum); }
-    DEVICE static void dot(const Step &s, const X &x, float (&v)[2]) {
+    template <class V>
+    DEVICE static void dot(const Step &s, const X &x, V (&v)[2]) {
         float c = mul32(s.d, x.d);
         int first = 0, second = 0;
 #pragma unroll
@@ -42,7 +43,8 @@ struct Scaled {
         v[0] = fma32(value(first), c, v[0]);
         v[1] = fma32(value(second), c, v[1]);
     }
-    DEVICE static void add_minimum(const Least<Offsets::WORDS> &least, const X &x, float &m) {
+    template <class V>
+    DEVICE static void add_minimum(const Least<Offsets::WORDS> &least, const X &x, V &m) {
         int sum = 0;
 #pragma unroll
         for (int i = 0; i < Offsets::MINIMA; i++) sum += Offsets::minimum(least.min, i) * x.sum[i];

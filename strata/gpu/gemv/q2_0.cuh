@@ -27,7 +27,8 @@ struct Q2_0 : Runs<64, 32, 0, 0> {
         int2 sum = __ldg((const int2 *)(x.sums + (at >> 4)));
         return {{codes16(x.codes + at), codes16(x.codes + at + 16)}, __ldg(x.scales + (at >> 5)), {sum.x, sum.y}};
     }
-    DEVICE static void dot(const Step &s, const X &x, float (&v)[2]) {
+    template <class V>
+    DEVICE static void dot(const Step &s, const X &x, V (&v)[2]) {
         float c = mul32(s.d, x.d);
 #pragma unroll
         for (int j = 0; j < 2; j++) v[j] = fma32(whole(run(s.w + 4 * j, x.w[j], WHOLE - x.sum[j])), c, v[j]);

@@ -23,7 +23,8 @@ struct Runs {
     DEVICE static int run(const u32 *w, const uint4 &x, int start) {
         return dot4(w[3], x.w, dot4(w[2], x.z, dot4(w[1], x.y, dot4(w[0], x.x, start))));
     }
-    DEVICE static void dot(const Step &s, const X &x, float (&v)[2]) {
+    template <class V>
+    DEVICE static void dot(const Step &s, const X &x, V (&v)[2]) {
 #pragma unroll
         for (int j = 0; j < 2; j++)
             v[j] = fma32(whole(run(s.w + 4 * j, x.w[j], WHOLE)), mul32(s.d[j], x.d), v[j]);

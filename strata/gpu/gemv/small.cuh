@@ -36,12 +36,14 @@ struct HalvesFrom : Halves<MINIMUM_> {
     DEVICE static float sum_of(int bits) {
         return START == SIXTEENTHS ? sixteenths(bits) : START == EIGHTHS ? eighths(bits) : whole(bits);
     }
-    DEVICE static void dot(const typename Base::Step &s, const typename Base::X &x, float (&v)[2]) {
+    template <class V>
+    DEVICE static void dot(const typename Base::Step &s, const typename Base::X &x, V (&v)[2]) {
         float c = mul32(s.d, x.d);
         v[0] = fma32(sum_of(dot4(s.high[0], x.high.x, dot4(s.low[0], x.low.x, START))), c, v[0]);
         v[1] = fma32(sum_of(dot4(s.high[1], x.high.y, dot4(s.low[1], x.low.y, START))), c, v[1]);
     }
-    DEVICE static void add_minimum(const Least<1> &least, const typename Base::X &x, float &m) {
+    template <class V>
+    DEVICE static void add_minimum(const Least<1> &least, const typename Base::X &x, V &m) {
         m = fma32(whole(WHOLE + x.sum), mul32(least.scale, x.d), m);
     }
 };

@@ -85,7 +85,8 @@ struct NVFP4 {
         u32 at = x.row[t] + first + 16 * q;
         return {codes16(x.codes + at), __ldg(x.scales + (at >> 5))};
     }
-    DEVICE static void dot(const Step &s, const X &x, float (&v)[2]) {
+    template <class V>
+    DEVICE static void dot(const Step &s, const X &x, V (&v)[2]) {
         float c = mul32(s.d, x.d);
         v[0] = fma32(whole(dot4(s.high[0], x.w.z, dot4(s.low[0], x.w.x, WHOLE))), c, v[0]);
         v[1] = fma32(whole(dot4(s.high[1], x.w.w, dot4(s.low[1], x.w.y, WHOLE))), c, v[1]);
