@@ -9,7 +9,7 @@ from strata.gpu.launch import Launch, Source, i32, launch, pointer
 
 SUMMED = (4, 16)
 """Instances of the scores: pairs of row and head that a warp sums together."""
-KEPT = (8, 24)
+KEPT = (8, 32)
 """Instances of the selection: scores that a thread keeps in registers."""
 SOURCE = Source(
     "qsa_select.cu", (*(f"qsa_scores<{n}>" for n in SUMMED), *(f"qsa_select<{n}>" for n in KEPT))

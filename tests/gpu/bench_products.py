@@ -15,7 +15,7 @@ from strata.base import arithmetic
 from strata.gpu.activations import Activations, quantise
 from strata.gpu.device import CupyDevice
 from strata.gpu.experts_ends import swiglu
-from strata.gpu.gemv import Entries, Hidden, Place, gemv, product, relayout, relayout_bytes
+from strata.gpu.gemv import SPLIT, Entries, Hidden, Place, gemv, product, relayout, relayout_bytes
 from strata.gpu.launch import Launch
 from strata.gpu.relayout_kernel import bit_map, relayout_launches
 from strata.pack.formats import FORMATS, BlockFormat, by_name
@@ -24,7 +24,7 @@ from tests.block_data import random_activations, random_rows
 from tests.canonical.call import assert_same
 
 WHERE = np.uint64(0)
-DENSE = ((1280, 2560), (2560, 4096), (10240, 2560), (2560, 10240), (248320, 2560))
+DENSE = ((1280, 2560), (2560, 6144), (10240, 2560), (16384, 2560), (2560, 10240), (248320, 2560))
 TIMED = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "IQ3_XXS", "IQ2_S", "Q2_0", "MXFP4")
 EXPERTS = (("Q4_K", "IQ4_NL"), ("Q8_0", "Q8_0"), ("IQ3_XXS", "Q2_0"), ("MXFP4", "MXFP4"))
 WIDTH, D, CHOICES, N_EXPERTS = 640, 2560, 10, 256
@@ -153,8 +153,10 @@ def time_dense(b: Bench, name: str) -> None:
         at, stride = b.copies(np.resize(relayout(format, random_rows(format, min(rows, 1280), K)), size), n)
         for T in (1, 2, 4, 8):
             x, y = b.activations(random_activations(T, K), format.group), b.device.alloc(4 * T * rows)
-            us = b.graph_us([launch for i in range(n) for launch in gemv(format, at + i * stride, rows, x, y)])
-            b.show(f"{name} [{rows} x {K}] T {T}", us, size)
+            for split in (False, True) if name in SPLIT else (False,):
+                one = [gemv(format, at + i * stride, rows, x, y, split=split) for i in range(n)]
+                what = f"{name} [{rows} x {K}] T {T}" + (" split" if split else "")
+                b.show(what, b.graph_us([launch for launches in one for launch in launches]), size)
 
 
 def time_experts(b: Bench, gate_name: str, down_name: str) -> None:

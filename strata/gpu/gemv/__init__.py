@@ -29,8 +29,8 @@ NOWHERE = np.uint64(0)
 SPLIT = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "IQ4_XS", "Q2_0")
 """Formats with a second kernel for matrices of few rows: those that dense tensors of releases have."""
 SPLIT_ROWS = 8
-SPLIT_MOST_ROWS = 24576
-"""Above, eight rows a warp keep every processor busy, and the split is slower."""
+SPLIT_MOST_ROWS = 6144
+"""Up to here it is faster when the warps of a block share out the rows; above, eight rows a warp."""
 SPLIT_STEPS = {1: 16, 4: 8}
 """Steps of a row that a round of the split kernel holds, by most columns."""
 
@@ -49,7 +49,10 @@ IQ4_XS = _source("iq4_xs", "IQ4_XS")
 GRIDS = _source("grids", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M")
 
 _SOURCES = {
-    name: s for s in (SMALL4, SMALL5, Q8_0, Q2_0, K_QUANTS, IQ4_XS, GRIDS) for name in {i[8:-4] for i in s.instances if i.startswith("product")}
+    instance[8:-4]: s
+    for s in (SMALL4, SMALL5, Q8_0, Q2_0, K_QUANTS, IQ4_XS, GRIDS)
+    for instance in s.instances
+    if instance.startswith("product")
 }
 
 
@@ -168,23 +171,35 @@ def product(
     return [launch(source, f"product<{format.name}, {M}>", (across, tiles), 32 * warps, *args)]
 
 
+def _chunks(format: BlockFormat, K: int) -> int:
+    layout = LAYOUTS[format.name]
+    return K // format.block_values // (layout.steps * layout.blocks)
+
+
 def gemv(
-    format: BlockFormat, weights: int, rows: int, x: Activations, y: int, y_stride: int = 0, *, split: bool | None = None
+    format: BlockFormat,
+    weights: int,
+    rows: int,
+    x: Activations,
+    y: int,
+    y_stride: int = 0,
+    *,
+    split: bool | None = None,
 ) -> list[Launch]:
     """y (x.T, rows) float32, y_stride values from row to row (0: rows) = a relaid matrix at `weights` times x.
 
-    split  whether the warps of a block share rows; None: as is faster
+    split  whether the warps of a block share out the chunks of its rows; None: as is faster
     """
-    source, layout = source_of(format), LAYOUTS[format.name]
-    chunks = x.K // format.block_values // (layout.steps * layout.blocks)
-    M = COLUMNS[0] if x.T == 1 else COLUMNS[1]
+    source, chunks = source_of(format), _chunks(format, x.K) if format.name in SPLIT else 0
     if split is None:
-        split = format.name in SPLIT and rows <= SPLIT_MOST_ROWS and chunks >= 4
+        split = rows <= SPLIT_MOST_ROWS and chunks >= 4 and x.T <= COLUMNS[-1]
     if not split:
         return product(format, Place(weights), rows, x, y, y_stride)
-    need(x.group == format.group and x.K % format.block_values == 0 and rows > 0 and y != 0, "a split product",
-         found=(x.group, x.K, rows), needed=format.group)  # fmt: skip
-    most = min(8, SPLIT_STEPS[M] // layout.steps)
+    need(x.group == format.group, f"activations of a product with {format.name}", found=x.group, needed=format.group)
+    need(x.K % format.block_values == 0 and rows > 0 and y != 0, f"a row of {x.K} values in {format.name}",
+         needed=f"a multiple of {format.block_values}")  # fmt: skip
+    M = COLUMNS[0] if x.T == 1 else COLUMNS[1]
+    most = min(8, SPLIT_STEPS[M] // LAYOUTS[format.name].steps)
     warps = min(range(4, most + 1), key=lambda w: (-(-chunks // w) * w, -w))
     args = (pointer(weights), i32(x.T), pointer(x.codes), pointer(x.scales), pointer(x.sums), pointer(y),
             i64(y_stride or rows), i32(rows), i32(x.K))  # fmt: skip

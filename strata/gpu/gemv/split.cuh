@@ -151,7 +151,7 @@ DEVICE Columns<T> columns_from(int from, int n, const i8 *codes, const float *sc
 
 // Grid: (columns / M, row tiles of eight); 4 to 8 warps, whose terms of a round fit into SPLIT_KILOBYTES.
 template <class F, int M>
-__global__ void __launch_bounds__(256, M == 1 ? 3 : 2)
+__global__ void __launch_bounds__(256, M == 1 && sizeof(typename F::Raw) <= 40 ? 3 : 2)
 split(const u8 *weights, int columns, const i8 *codes, const float *scales, const int *sums, float *y, i64 y_stride,
       int rows, int K) {
     __shared__ float4 terms[SPLIT_KILOBYTES(M) * 64];
