@@ -126,7 +126,7 @@ DEVICE void store(const Matrix &m, int c, float y, u64 *error, u64 where) {
 
 // One warp a row: short rows and many of them. K is a multiple of 8. Grid: (rows / 8, pieces of T rows).
 template <int T>
-KERNEL(256) float_gemv(const float *x, int K, int n_x, MATRICES) {
+__global__ void __launch_bounds__(256, T == 1 ? 4 : T == 2 ? 3 : T == 4 ? 2 : 1) float_gemv(const float *x, int K, int n_x, MATRICES) {
     Matrix m = FIND(blockIdx.x * 8 + (threadIdx.x >> 5));
     if (!m.w) return;
     int t = threadIdx.x & 31, lanes = lanes_of(K, 256), first = blockIdx.y * T, left = n_x - first;

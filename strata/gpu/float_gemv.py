@@ -19,8 +19,9 @@ SOURCE = Source(
 KINDS = {"F32": 0, "F16": 1, "BF16": 2}
 MOST_MATRICES = 4
 NOWHERE = np.uint64(0)
-LONG_ROW = 4096
-"""Values from which a row is shared by four warps: a warp alone would not keep enough loads in flight."""
+LONG_ROW, FEW_ROWS_LONG, FEW_ROWS = 4096, 1024, 1024
+"""Values from which a row is shared by four warps: a warp alone would not keep enough loads in flight. With few rows
+already from the second number on."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def _launch(x: int, T: int, K: int, matrices: list[FloatMatrix], error: int, whe
     rows, n = sum(m.rows for m in matrices), instance_rows(T)
     pieces = -(-T // n)
     args = (pointer(x), i32(K), i32(T), *words, i32(matrices[0].squeeze), pointer(error), where)
-    if K >= LONG_ROW:
+    if K >= LONG_ROW or (K >= FEW_ROWS_LONG and rows <= FEW_ROWS):
         return launch(SOURCE, f"float_gemv_long<{n}>", (rows, pieces), 128, *args)
     return launch(SOURCE, f"float_gemv<{n}>", (-(-rows // 8), pieces), 256, *args)
 

@@ -1,8 +1,11 @@
 // Gated DeltaNet: causal convolution, the delta rule over T rows, commit of the first rows, shift of a history.
 //
-// Sums over the key axis have 4 lanes (key index mod 4). A block is one value head with 4 dv threads: thread (r, j) holds
-// column j of the keys r, r + 4, .. in registers for all rows, so the state is read once and, in a window, never written.
+// Sums over the key axis have 4 lanes (key index mod 4). A block is one value head, or in a commit some of its columns,
+// with four threads a column: thread (r, j) holds column j of the keys r, r + 4, .. in registers for all rows, so the
+// state is read once and, in a window, never written.
 #include "sums.cuh"
+
+#define ROWS 8  // rows that are prepared side by side
 
 // The convolution of row t in channel c. w (taps, channels), history (taps - 1, channels).
 DEVICE float convolved(const float *qkv, const float *w, const float *history, int t, int c, int channels, int taps) {
@@ -55,18 +58,30 @@ DEVICE void unit(const float *x, int n, float scale, float *out) {
     for (int i = threadIdx.x & 31; i < n; i += 32) out[i] = mul32(mul32(x[i], r), scale);
 }
 
-// Sum of the four lanes of a column: every thread (r, j) gets it. lanes: 4 dv floats of shared memory.
-DEVICE float over_keys(float v, float *lanes, int j, int dv) {
+// Sum of the four lanes of a column: every thread (r, j) gets it. lanes: a float a thread in shared memory.
+DEVICE float over_keys(float v, float *lanes, int j, int columns) {
     __syncthreads();
     lanes[threadIdx.x] = v;
     __syncthreads();
-    return add32(add32(lanes[j], lanes[2 * dv + j]), add32(lanes[dv + j], lanes[3 * dv + j]));
+    return add32(add32(lanes[j], lanes[2 * columns + j]), add32(lanes[columns + j], lanes[3 * columns + j]));
+}
+
+// Loads do not move over it: otherwise those of all keys of a thread are held in registers at once.
+DEVICE void hold_loads(int m) {
+    if (m % 8 == 7) asm volatile("" ::: "memory");
 }
 
 struct Convolution {  // inputs of the convolution; qkv null: its outputs are there already
     const float *qkv, *w, *history;
     int taps;
 };
+
+// The keys r, r + 4, .. of a column, zero behind the last one.
+template <int N>
+DEVICE void load_column(const float *cell, int keys, int dv, float (&S)[N]) {
+#pragma unroll
+    for (int m = 0; m < N; m++, cell += 4 * dv) S[m] = m < keys ? *cell : 0.f;
+}
 
 // N: keys a thread holds, at least dk / 4. OUTPUT false: only the state is advanced, by the first *n_keep rows.
 // CONV: the block makes its own channels of conv first; those of a key head that several blocks share are stored by one.
@@ -75,83 +90,99 @@ DEVICE void delta_rule(const Convolution &source, float *conv, float *decay, flo
                        const float *norm, float *const *state_slot, float *y, int T, int Hk, int Hv, int dk, int dv,
                        int channels, int advance, float eps, float q_scale, u64 *error, u64 where) {
     DYNAMIC_SHARED(bytes);
-    float *q = (float *)bytes, *k = q + dk, *lanes = k + dk, *gates = lanes + 4 * dv, *sum = gates + 4, *own = sum + 4;
-    int h = blockIdx.x, t = threadIdx.x, r = t / dv, j = t % dv, key_head = h % Hk, keys = dk / 4;
-    float *state = *state_slot + (size_t)h * dk * dv;
-    float S[N], *cell = state + r * dv + j;
-#pragma unroll
-    for (int m = 0; m < N; m++, cell += 4 * dv) S[m] = m < keys ? *cell : 0.f;
-    for (int row = 0; row < T; row++) {
-        float *mixed = conv + (size_t)row * channels;
-        int at = row * Hv + h, warp = t >> 5;
-        bool fine = true;
+    int columns = blockDim.x / 4, first = blockIdx.y * columns;
+    float *lanes = (float *)bytes, *gates = lanes + 4 * columns, *own = gates + 2 * ROWS;  // own: q, k, v of each row
+    int h = blockIdx.x, t = threadIdx.x, r = t / columns, j = t % columns, key_head = h % Hk, keys = dk / 4;
+    int wide = 2 * dk + columns;
+    float *cell = *state_slot + ((size_t)h * dk + r) * dv + first + j;
+    float S[N];
+    if (CONV) load_column<N>(cell, keys, dv, S);  // before everything else where the registers allow it
+    // Keys, queries, values and gates of up to ROWS rows first, side by side: only the rule itself is one row after the
+    // other, and the norm of the outputs comes after it, again for all rows.
+#pragma unroll 1
+    for (int row0 = 0; row0 < T; row0 += ROWS) {
+        int rows = T - row0 < ROWS ? T - row0 : ROWS, warp = t >> 5, warps = blockDim.x >> 5;
         __syncthreads();
-        const float *row_q = mixed + key_head * dk, *row_k = row_q + Hk * dk, *row_v = mixed + 2 * Hk * dk + h * dv;
-        if (CONV) {
-            for (int i = t; i < 2 * dk + dv; i += 4 * dv) {
-                int c = i < dk ? key_head * dk + i : i < 2 * dk ? (Hk - 1 + key_head) * dk + i : 2 * Hk * dk + h * dv + i - 2 * dk;
-                float x = convolved(source.qkv, source.w, source.history, row, c, channels, source.taps);
-                own[i] = x;
-                if (i >= 2 * dk || h < Hk) mixed[c] = x;
-                fine = fine && finite32(x);
+#pragma unroll 1
+        for (int at = t; at < rows * wide; at += blockDim.x) {
+            int row = at / wide, i = at % wide;
+            int c = i < dk ? key_head * dk + i : i < 2 * dk ? (Hk - 1 + key_head) * dk + i : 2 * Hk * dk + h * dv + first + i - 2 * dk;
+            float *mixed = conv + (size_t)(row0 + row) * channels + c, x;
+            if (CONV) {
+                x = convolved(source.qkv, source.w, source.history, row0 + row, c, channels, source.taps);
+                if (i >= 2 * dk || h < Hk) *mixed = x;
+                if (!finite32(x)) report(error, where - (1ull << 48), NOT_FINITE, row0 + row);  // the op before this one
+            } else {
+                x = *mixed;
             }
-            if (!fine) report(error, where - (1ull << 48), NOT_FINITE, row);  // the op before this one
-            fine = true;
-            __syncthreads();
-            row_q = own, row_k = own + dk, row_v = own + 2 * dk;
+            own[at] = x;
         }
-        if (warp == 0) unit(row_k, dk, 1.f, k);
-        if (OUTPUT && warp == 1) unit(row_q, dk, q_scale, q);
-        if (t == 64) {
+        if (t < rows) {
+            size_t at = (size_t)(row0 + t) * Hv + h;
             float alpha = decay[at], raw = beta[at];
             if (OUTPUT) {
                 // What a softplus, exp or sigmoid would make a finite number of.
-                fine = fine && finite32(alpha) && finite32(raw);
+                if (!(finite32(alpha) && finite32(raw))) report(error, where, NOT_FINITE, row0 + t);
                 alpha = exp32(mul32(a[h], softplus32(add32(alpha, dt[h]))));
                 raw = sigmoid32(raw);
                 decay[at] = alpha;
                 beta[at] = raw;
             }
-            gates[0] = alpha;
-            gates[1] = raw;
+            gates[2 * t] = alpha;
+            gates[2 * t + 1] = raw;
         }
         __syncthreads();
-        float fade = gates[0], part = 0.f;
+#pragma unroll 1
+        for (int one = warp; one < (OUTPUT ? 2 : 1) * rows; one += warps) {
+            int row = one % rows;
+            if (one < rows) unit(own + row * wide + dk, dk, 1.f, own + row * wide + dk);
+            else unit(own + row * wide, dk, q_scale, own + row * wide);
+        }
+        __syncthreads();
+        if (!CONV && row0 == 0) load_column<N>(cell, keys, dv, S);
+#pragma unroll 1
+        for (int row = 0; row < rows; row++) {
+            const float *q = own + row * wide + r, *k = q + dk;
+            float fade = gates[2 * row], part = 0.f;
 #pragma unroll
-        for (int m = 0; m < N; m++)
-            if (m < keys) {
-                S[m] = mul32(S[m], fade);
-                part = fma32(S[m], k[4 * m + r], part);
-            }
-        float delta = mul32(gates[1], sub32(row_v[j], over_keys(part, lanes, j, dv)));
-        part = 0.f;
+            for (int m = 0; m < N; m++)
+                if (m < keys) {
+                    S[m] = mul32(S[m], fade);
+                    part = fma32(S[m], k[4 * m], part);
+                    hold_loads(m);
+                }
+            float delta = mul32(gates[2 * row + 1], sub32(own[row * wide + 2 * dk + j], over_keys(part, lanes, j, columns)));
+            part = 0.f;
 #pragma unroll
-        for (int m = 0; m < N; m++)
-            if (m < keys) {
-                S[m] = fma32(k[4 * m + r], delta, S[m]);
-                if (OUTPUT) part = fma32(S[m], q[4 * m + r], part);
-            }
+            for (int m = 0; m < N; m++)
+                if (m < keys) {
+                    S[m] = fma32(k[4 * m], delta, S[m]);
+                    if (OUTPUT) part = fma32(S[m], q[4 * m], part);
+                    hold_loads(m);
+                }
+            if (!OUTPUT) continue;
+            float o = over_keys(part, lanes, j, columns);
+            // Into the row's value, which every thread of the column has read before the barriers of over_keys.
+            if (r == 0) own[row * wide + 2 * dk + j] = o;
+        }
         if (!OUTPUT) continue;
-        float o = over_keys(part, lanes, j, dv);
         __syncthreads();
-        if (r == 0) lanes[j] = o;
-        __syncthreads();
-        if (t < 32) {
-            auto value = [&](int i) { return lanes[i]; };
-            float squares = warp_dot(dv, lanes_of(dv, 256), value, value);
-            if (t == 0) *sum = squares;
+#pragma unroll 1
+        for (int row = warp; row < rows; row += warps) {
+            const float *o = own + row * wide + 2 * dk;
+            auto value = [&](int i) { return o[i]; };
+            float scale = inverse_rms(warp_dot(dv, lanes_of(dv, 256), value, value), dv, eps);
+            bool fine = true;
+            for (int i = t & 31; i < dv; i += 32) {
+                size_t place = ((size_t)(row0 + row) * Hv + h) * dv + i;
+                float gate = z[place], out = mul32(mul32(mul32(o[i], scale), norm[i]), sigmoid32(gate));
+                y[place] = out;
+                fine = fine && finite32(out) && finite32(gate);
+            }
+            if (!fine) report(error, where, NOT_FINITE, row0 + row);
         }
-        __syncthreads();
-        if (r == 0) {
-            size_t place = ((size_t)row * Hv + h) * dv + j;
-            float gate = z[place], out = mul32(mul32(mul32(o, inverse_rms(*sum, dv, eps)), norm[j]), sigmoid32(gate));
-            y[place] = out;
-            fine = fine && finite32(out) && finite32(gate);
-        }
-        if (!fine) report(error, where, NOT_FINITE, row);
     }
     if (!advance) return;
-    cell = state + r * dv + j;
 #pragma unroll
     for (int m = 0; m < N; m++, cell += 4 * dv)
         if (m < keys) *cell = S[m];
@@ -176,7 +207,7 @@ KERNEL(512) gdn_window(const float *qkv, const float *w, const float *const *his
 }
 
 template <int N>
-KERNEL(512) gdn_commit(float *conv, float *decay, float *beta, float *const *state_slot, const i64 *n_keep, int Hk,
+KERNEL(256) gdn_commit(float *conv, float *decay, float *beta, float *const *state_slot, const i64 *n_keep, int Hk,
                        int Hv, int dk, int dv, int channels) {
     int keep = (int)*n_keep;
     if (keep > 0)

@@ -11,6 +11,9 @@ from strata.gpu.launch import Launch, Source, f32, i32, launch, pointer
 KEYS_A_THREAD = (16, 32)
 """Instances: keys of the state that one thread holds in registers; four threads share a column."""
 
+ROWS = 8
+"""Rows that a block prepares side by side."""
+
 SOURCE = Source(
     "gated_delta.cu",
     (
@@ -38,13 +41,14 @@ def history_commit(history_slot: int, rows: int, n_keep: int, n: int, width: int
     return [launch(SOURCE, "history_commit", -(-width // 256), 256, *args)]
 
 
-def _shape(dk: int, dv: int) -> tuple[int, int, int]:
-    """(keys a thread, threads, dynamic shared bytes)."""
+def _shape(dk: int, dv: int, columns: int = 0) -> tuple[int, int, int]:
+    """(keys a thread, threads, dynamic shared bytes) of blocks of some columns, 0 for all dv."""
     need(dk % 4 == 0 and dk <= 4 * KEYS_A_THREAD[-1], "key size of a gated-delta head", found=dk,
          needed=f"a multiple of 4 up to {4 * KEYS_A_THREAD[-1]}")  # fmt: skip
     need(dv % 8 == 0 and 32 <= dv <= 128, "value size of a gated-delta head", found=dv, needed="32..128, in eights")
     keys = next(n for n in KEYS_A_THREAD if 4 * n >= dk)
-    return keys, 4 * dv, 4 * (2 * dk + 4 * dv + 8 + 2 * dk + dv)
+    columns = columns or dv
+    return keys, 4 * columns, 4 * (4 * columns + 2 * ROWS + ROWS * (2 * dk + columns))
 
 
 def gdn_heads(
@@ -114,7 +118,8 @@ def gdn_commit(
     conv: int, decay: int, beta: int, state_slot: int, n_keep: int, Hk: int, Hv: int, dk: int, dv: int, channels: int
 ) -> list[Launch]:
     """The state in the slot moves on by the first rows (int64 at n_keep) of the window that left conv, decay, beta."""
-    keys, threads, shared_bytes = _shape(dk, dv)
+    columns = next(n for n in (32, 24, 16, 8) if dv % n == 0)  # of a block: no sum joins them
+    keys, threads, shared_bytes = _shape(dk, dv, columns)
     args = (pointer(conv), pointer(decay), pointer(beta), pointer(state_slot), pointer(n_keep), i32(Hk), i32(Hv),
             i32(dk), i32(dv), i32(channels))  # fmt: skip
-    return [launch(SOURCE, f"gdn_commit<{keys}>", Hv, threads, *args, shared_bytes=shared_bytes)]
+    return [launch(SOURCE, f"gdn_commit<{keys}>", (Hv, dv // columns), threads, *args, shared_bytes=shared_bytes)]

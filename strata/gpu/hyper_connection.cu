@@ -1,6 +1,8 @@
 // Hyper-connections: norm of every stream (after adding the last branch's output, where there is one), mixing, add.
 #include "quantise.cuh"
 
+#define HELD 12  // values of a stream that a thread keeps in registers: up to 3,072 values a stream
+
 // One block of 256 threads a (stream, row). ADD: X[c] = fma(a[c], y, X[c]) first, and kept.
 // x (rows, C, D), w (C, D), out (T, C, D); first: address of the index of x's first row, or null.
 template <bool ADD>
@@ -11,15 +13,42 @@ KERNEL(256) hc_norm(float *x, const float *y, const float *a, const float *w, fl
     float *stream = x + ((size_t)((first ? *first : 0) + row) * C + c) * D;
     float *target = out + ((size_t)row * C + c) * D;
     const float *weight = w + (size_t)c * D;
-    if (ADD) {
-        float strength = a[row * C + c];
-        const float *branch = y + (size_t)row * D;
-        for (int i = t; i < D; i += 256) stream[i] = fma32(strength, branch[i], stream[i]);
-        __syncthreads();
+    bool held = D >= 256 && D <= 256 * HELD;  // then a thread's values are its lane of the sum
+    float mine[HELD], squares;
+    if (ADD || held) {
+        float strength = ADD ? a[row * C + c] : 0.f;
+        const float *branch = ADD ? y + (size_t)row * D : nullptr;
+        if (held) {
+#pragma unroll
+            for (int j = 0; j < HELD; j++) {
+                int i = t + 256 * j;
+                mine[j] = i < D ? stream[i] : 0.f;
+                if (ADD && i < D) mine[j] = fma32(strength, branch[i], mine[j]);
+            }
+            float sum = 0.f;
+#pragma unroll
+            for (int j = 0; j < HELD; j++)
+                if (t + 256 * j < D) {
+                    sum = fma32(mine[j], mine[j], sum);
+                    if (ADD) stream[t + 256 * j] = mine[j];
+                }
+            squares = block_tree256(sum, shared);
+        } else {
+            for (int i = t; i < D; i += 256) stream[i] = fma32(strength, branch[i], stream[i]);
+            __syncthreads();
+        }
     }
-    float squares = block_squares(D, [&](int i) { return stream[i]; }, shared);
+    if (!held) squares = block_squares(D, [&](int i) { return stream[i]; }, shared);
     float r = inverse_rms(squares, D, eps);
-    for (int i = t; i < D; i += 256) target[i] = mul32(mul32(stream[i], r), weight[i]);
+    if (held) {
+#pragma unroll
+        for (int j = 0; j < HELD; j++) {
+            int i = t + 256 * j;
+            if (i < D) target[i] = mul32(mul32(mine[j], r), weight[i]);
+        }
+    } else {
+        for (int i = t; i < D; i += 256) target[i] = mul32(mul32(stream[i], r), weight[i]);
+    }
     if (t == 0 && !(finite32(squares) && finite32(r))) report(error, where, NOT_FINITE, row);
 }
 

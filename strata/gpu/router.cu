@@ -1,59 +1,73 @@
-// Router: the K largest logits of a row and the softmax over them. One block of 256 threads a row.
+// Router: the K largest logits of a row and the softmax over them. One warp a row.
 //
-// A thread holds the logits of experts t, t + 256, ..; K rounds find the largest left, equal ones at the lowest id. With
-// a logit that is not finite the ids are still valid, so that what follows stays inside its memory.
+// A lane holds the keys of experts lane, lane + 32, .. and knows its largest; K rounds find the largest of all, equal
+// ones at the lowest id. With a logit that is not finite the ids are still valid, so that what follows stays inside its
+// memory.
 #include "sums.cuh"
 
-// A key that orders like the floats (-0 equal to +0), with the lowest id first among equals.
-DEVICE u64 order(float x, int e) {
+// A number that orders like the floats (-0 equal to +0), above 0 for every float.
+DEVICE u32 order(float x) {
     u32 b = bits_of(add32(x, 0.f));
     b = b & 0x80000000u ? ~b : b | 0x80000000u;
-    return (u64)b << 32 | (u32)~e;
+    return b ? b : 1;  // a NaN: reported
 }
 
-KERNEL(256) router(const float *logits, int *ids, float *weights, int E, int K, float scale, u64 *error, u64 where) {
-    __shared__ u64 best[8];
+DEVICE u32 max_of_warp(u32 v) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    return __reduce_max_sync(ALL_LANES, v);
+#else
+#pragma unroll
+    for (int half = 16; half; half >>= 1) {
+        u32 other = __shfl_xor_sync(ALL_LANES, v, half);
+        v = other > v ? other : v;
+    }
+    return v;
+#endif
+}
+
+// EACH: keys a lane holds, at least E / 32.
+template <int EACH>
+KERNEL(32) router(const float *logits, int *ids, float *weights, int E, int K, float scale, u64 *error, u64 where) {
     __shared__ float chosen[128];
-    __shared__ int bad;
-    int t = threadIdx.x, row = blockIdx.x;
+    int lane = threadIdx.x, row = blockIdx.x;
     const float *l = logits + (size_t)row * E;
     int *out_ids = ids + (size_t)row * K;
-    if (t == 0) bad = 0;
-    __syncthreads();
-    u64 last = ~0ull;
+    u32 keys[EACH], best = 0;
+    int best_id = 0;
+    bool bad = false;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        int e = 32 * i + lane;
+        float x = e < E ? l[e] : 0.f;
+        bad = bad || !finite32(x);
+        keys[i] = e < E ? order(x) : 0;
+        if (keys[i] > best) best = keys[i], best_id = e;
+    }
     for (int j = 0; j < K; j++) {
-        u64 mine = 0;
-        for (int e = t; e < E; e += 256) {
-            float x = l[e];
-            if (j == 0 && !finite32(x)) bad = 1;
-            u64 key = order(x, e);
-            if (key < last && key > mine) mine = key;
-        }
-#pragma unroll
-        for (int half = 16; half; half >>= 1) {
-            u64 other = __shfl_xor_sync(ALL_LANES, mine, half);
-            mine = other > mine ? other : mine;
-        }
-        if ((t & 31) == 0) best[t >> 5] = mine;
-        __syncthreads();
-        last = best[0];
-#pragma unroll
-        for (int w = 1; w < 8; w++) last = best[w] > last ? best[w] : last;
-        int e = (int)~(u32)last;
-        if (t == 0) {
+        u32 top = max_of_warp(best);
+        int e = (int)~max_of_warp(best == top ? ~(u32)best_id : 0);
+        if (lane == 0) {
             out_ids[j] = e;
             chosen[j] = l[e];
         }
-        __syncthreads();
+        if (lane == (e & 31)) {
+            best = 0;
+#pragma unroll
+            for (int i = 0; i < EACH; i++) {
+                if (32 * i + lane == e) keys[i] = 0;
+                if (keys[i] > best) best = keys[i], best_id = 32 * i + lane;
+            }
+        }
     }
-    if (t == 0 && bad) report(error, where, NOT_FINITE, row);
-    float e = t < K ? exp32(sub32(chosen[t], chosen[0])) : 0.f;
-    __syncthreads();
-    if (t < K) chosen[t] = e;
-    __syncthreads();
-    if (t >= K) return;
-    float total = 0.f;
+    if (!warp_all(!bad) && lane == 0) report(error, where, NOT_FINITE, row);
+    __syncwarp();
+    float top = chosen[0], total = 0.f;
+    __syncwarp();
+    for (int j = lane; j < K; j += 32) chosen[j] = exp32(sub32(chosen[j], top));
+    __syncwarp();
     for (int j = 0; j < K; j++) total = add32(total, chosen[j]);
-    float w = div32(e, total);
-    weights[(size_t)row * K + t] = scale != 1.f ? mul32(w, scale) : w;
+    for (int j = lane; j < K; j += 32) {
+        float w = div32(chosen[j], total);
+        weights[(size_t)row * K + j] = scale != 1.f ? mul32(w, scale) : w;
+    }
 }
