@@ -14,12 +14,14 @@ import numpy as np
 
 from strata.base.compiled import chunk
 from strata.base.errors import StrataError
+from strata.base.geometry import CELL_ROWS
 from strata.base.state import State
 from strata.base.window import HeadRequest, HeadRows
 from strata.cpu.lower import parallel
 from strata.cpu.machine_code import clock_ns, pause
 from strata.cpu.pool import Pool
 from strata.cpu.walker import WalkList
+from strata.planner.machine import Machine
 from strata.runtime.generate import Generation
 from strata.runtime.sampling import SamplingParams
 from strata.runtime.session import SessionState
@@ -62,6 +64,7 @@ class TimedBackend:
 
     def __init__(self, backend: Any):
         self._backend = backend
+        self.chunk_rows = backend.chunk_rows
         self.clock = Clock()
 
     def new_state(self) -> State:
@@ -171,14 +174,21 @@ class Speed:
         self.backend = TimedBackend(self.inner)
         self.state = SessionState(self.backend, model.context, checkpoints=0)
         self.tokens = model.tokenize(text, special=False)
-        self.overhead_us = job_overhead_us(self.inner.pool)
+        self.overhead_us = 0.0 if self.inner.pool is None else job_overhead_us(self.inner.pool)
+
+    @property
+    def _jobs(self) -> int:
+        """Jobs shared among threads so far; none on a device."""
+        return 0 if self.inner.pool is None else self.inner.pool.stats()["jobs"]
 
     def prompt(self, n: int) -> np.ndarray:
         """The first n tokens of the stored text, repeated where it is shorter."""
         return np.resize(self.tokens, n)
 
     def decode(self, n_tokens: int, profile: bool) -> Sample:
-        """Decode n_tokens greedily; the prompt and the first token are not timed."""
+        """Decode n_tokens greedily; the prompt and the first token are not timed. Only a CPU backend can be profiled:
+        of a device the whole of its time is inside the backend's entry points."""
+        profile = profile and self.inner.pool is not None
         self.state.clear()
         text = TimedText(TextStop(self.model.tokenizer, (), ()))
         generation = Generation(
@@ -189,14 +199,14 @@ class Speed:
         next(stream)
         if profile:
             self.inner.profile(True)
-        jobs = self.inner.pool.stats()["jobs"]
+        jobs = self._jobs
         backend_s, text_s = self.backend.clock.seconds, text.clock.seconds
         cpu_s, began = time.process_time(), time.perf_counter()
         for _ in stream:
             pass
         wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_s
         backend_s, text_s = self.backend.clock.seconds - backend_s, text.clock.seconds - text_s
-        jobs = (self.inner.pool.stats()["jobs"] - jobs) / n_tokens
+        jobs = (self._jobs - jobs) / n_tokens
         op_ns = self.inner.op_times() if profile else {}
         if profile:
             self.inner.profile(False)
@@ -220,6 +230,29 @@ class Speed:
         with self.model.turn():
             self.state.read(tokens, windows_only=self.model.windows_only)
         return n_tokens / (time.perf_counter() - began)
+
+    def prefill_floor_ms(self, n_tokens: int) -> float | None:
+        """Milliseconds in which a device reads its weights once for each chunk of a prompt; None on the CPU."""
+        index = self.model.plan.device.partition(":")[2]
+        if not index:
+            return None
+        gpu = next(g for g in Machine.here(measure=False).gpus if g.index == int(index))
+        chunks = -(-n_tokens // self.inner.chunk_rows)
+        return round(chunks * self.inner.weights.n_bytes / gpu.vram_gbps / 1e6, 3)
+
+    def chunk_ops(self, n_tokens: int) -> dict[str, float]:
+        """Milliseconds by kind of op of reading a prompt's whole cells as chunks, largest first."""
+        rows = self.inner.chunk_rows
+        total: dict[str, float] = {}
+        self.state.clear()
+        tokens = self.prompt(n_tokens // CELL_ROWS * CELL_ROWS)
+        with self.model.turn():
+            for first in range(0, len(tokens), rows):
+                part = tokens[first : first + rows]
+                for kind, ms in self.inner.prefill_ops(self.state.state, part, self.state.previous).items():
+                    total[kind] = total.get(kind, 0.0) + ms
+            self.state.clear()
+        return {kind: round(ms, 3) for kind, ms in sorted(total.items(), key=lambda item: -item[1])}
 
 
 @dataclass(frozen=True)

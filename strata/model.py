@@ -23,10 +23,12 @@ from strata.base.plan import Mismatch, Plan
 from strata.base.program import Allocation
 from strata.loading import LoadOptions, find_draft_layer, load_draft_layer, make_backend, plan_load
 from strata.options import refuse_unknown
+from strata.pack.fingerprint import fingerprint
 from strata.pack.gguf_file import GgufFile
 from strata.records import ChatResult, Result
 from strata.runtime.session import AUTOMATIC_CHECKPOINTS, SessionState
 from strata.runtime.speculation import Speculator, drafting_facts
+from strata.runtime.transfer import Identity
 from strata.session import Prompt, Session
 from strata.spec.drafter import DrafterGuard
 from strata.spec.mtp import MtpDrafter
@@ -61,6 +63,8 @@ def load(
     prefill: str = "auto",
     draft: Any = "off",
     checkpoints: int = AUTOMATIC_CHECKPOINTS,
+    device: str = "auto",
+    vram_gib: float | None = None,
     **unknown: Any,
 ) -> Model:
     """Load a model from a GGUF file (any one shard of it), after planning what it takes (`strata.plan`).
@@ -74,6 +78,10 @@ def load(
     draft        "off" or None; "auto": the draft layer beside the model, if any, and lookup in earlier text; "lookup":
                  the latter alone; a path to a draft layer; or an object with propose(tokens, k)
     checkpoints  automatic prefix checkpoints a session keeps
+    device       "auto": the first GPU if it can be used and holds the model, else the CPU (a GPU that is there and not
+                 used is mentioned once); "cpu"; "cuda" or "cuda:N": that GPU, or an error that says what is lacking.
+                 Today a GPU must hold every expert
+    vram_gib     most that is taken of the GPU's memory, the driver's share included; None: what is free
 
     What is asked for is never made smaller: it fits or raises DoesNotFit before anything is allocated; what is chosen
     automatically may shrink, with a warning. `Model.plan` is the plan, `Model.stats()["plan"]` compares it with what
@@ -81,7 +89,7 @@ def load(
     """
     refuse_unknown(unknown, [f.name for f in fields(LoadOptions)], "load")
     need(isinstance(path, str | Path), "path is no path", found=repr(path), needed="str or Path")
-    options = LoadOptions(context, sessions, threads, pin, kv, prefill, draft, checkpoints)
+    options = LoadOptions(context, sessions, threads, pin, kv, prefill, draft, checkpoints, device, vram_gib)
     options.validate()
     began = time.perf_counter()
     gguf = GgufFile(path)
@@ -120,13 +128,20 @@ class Model:
         self.context, self.kv = self.plan.context, self.plan.kv
         self.draft_layer = load_draft_layer(source, gguf, arch, self.geometry)
         self._backend = make_backend(gguf, arch, self.geometry, self.plan, options.pin, self.draft_layer)
+        if self.draft_layer is not None and self.plan.device != "cpu":
+            self.draft_layer = self.draft_layer.without_tensors()  # they are on the device
         self._turn = threading.RLock()
         self._pool_lock = threading.RLock()  # around which session holds which state; never held during work
         self.policy = DraftPolicy() if options.drafting else None
         self._guard = None
         if callable(getattr(options.draft, "propose", None)):
             self._guard = DrafterGuard(options.draft, self.geometry.V)
-        self._states = [self._new_state() for _ in range(self.sessions)]
+        try:
+            with self._backend.current():
+                self._states = [self._new_state() for _ in range(self.sessions)]
+        except BaseException:
+            self._backend.close()
+            raise
         self._free = list(self._states)
         self.taken = self._allocations()
         self.mismatches: list[Mismatch] = self.plan.verify(self.taken)
@@ -144,7 +159,8 @@ class Model:
         taken.append(Allocation("checkpoints", "ram", sum(s.ledger.n_bytes for s in self._states), "of all sessions"))
         if self.draft_layer is not None and self.draft_layer.vocabulary is not None:
             ids = self.draft_layer.vocabulary.nbytes
-            taken.append(Allocation("draft head", "ram", ids, "token ids of its rows"))
+            line = "draft head" if self.plan.device == "cpu" else "token ids of drafts"
+            taken.append(Allocation(line, "ram", ids, "of the head's rows"))
         return [a for a in taken if a.n_bytes]
 
     def _new_state(self) -> SessionState:
@@ -168,7 +184,8 @@ class Model:
                     advice=f"Close one, or load with sessions={self.sessions + 1}.",
                 )
             state = self._free.pop()
-            state.renew()
+            with self._backend.current():
+                state.renew()
             made = Session(self, state, functools.partial(self._free.append, state))
             self._live.add(made)
             return made
@@ -183,7 +200,7 @@ class Model:
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
         """Hold the backend for one piece of work."""
-        with self._turn:
+        with self._turn, self._backend.current():
             self._need_open()
             yield
 
@@ -272,6 +289,7 @@ class Model:
             "architecture": self.geometry.architecture,
             "file": str(self._gguf.path),
             "backend": b.name,
+            "device": self.plan.device,
             "threads": b.threads,
             "context": self.context,
             "kv": self.kv,
@@ -288,10 +306,15 @@ class Model:
                 "mismatches": [str(m) for m in self.mismatches],
                 "notes": list(self.plan.notes),
             },
-            "pool": b.pool.stats(),
+            "pool": b.pool.stats() if b.pool is not None else None,
             "ngram": dict(vars(b.ngram.stats)) if b.ngram else None,
             "drafting": drafting_facts([s.speculator for s in self._states if s.speculator is not None]),
         }
+
+    @functools.cached_property
+    def identity(self) -> Identity:
+        """What exported sessions must have in common with this model."""
+        return Identity(fingerprint(self._gguf), self.kv)
 
     @property
     def closed(self) -> bool:

@@ -19,7 +19,7 @@ def plan(path: str | Path, *, machine: Machine | None = None, measure: bool = Fa
     machine           what to plan for; None: this machine. `Machine.describe(gpu="RTX 5070", ram_gib=64)` from
                       `strata.planner` makes one that is not here
     measure           time this machine's CPU kernels on the file's types instead of taking listed rates
-    device            "auto" (the first GPU, else the CPU), "cpu" or "cuda:N"
+    device            "auto" (the first GPU, else the CPU), "cpu", "cuda" (the first) or "cuda:N"
     experts           where RAM holds experts: "auto", "mapped", "pinned" or "resident"
     slots             experts held in VRAM; None: what fits
     profile           which experts are held first: an ExpertProfile or the path of one

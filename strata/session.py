@@ -15,6 +15,7 @@ from strata.records import ChatResult, Result
 from strata.runtime.checkpoints import Checkpoint
 from strata.runtime.generate import Generation
 from strata.runtime.session import SessionState
+from strata.runtime.transfer import export_session, import_session
 from strata.streams import ChatStream, TextStream
 from strata.text.stop import TextStop
 from strata.text.thinking import opens_thinking
@@ -182,6 +183,30 @@ class Session:
         try:
             with self._model.turn():
                 self._state.restore(checkpoint)
+        finally:
+            self._leave()
+
+    def export(self) -> bytes:
+        """The conversation as bytes, for `import_` in another session, process or backend: tokens, recurrent state and
+        the used part of the KV cache."""
+        self._take(wait=False)
+        try:
+            with self._model.turn():
+                return export_session(self._state, self._model.identity)
+        finally:
+            self._leave()
+
+    def import_(self, blob: bytes) -> None:
+        """Go on with a conversation that `export` wrote: what follows has the same bits as there.
+
+        What the session held is forgotten, checkpoints included. BadArgument for bytes that are no export, damaged, or
+        of another model or KV format; ContextFull if they hold more tokens than this session can. The session is then
+        as before.
+        """
+        self._take(wait=False)
+        try:
+            with self._model.turn():
+                import_session(self._state, blob, self._model.identity)
         finally:
             self._leave()
 

@@ -60,7 +60,8 @@ DENSE_TYPES: dict[str, tuple[str, ...]] = {
 @dataclass(frozen=True)
 class SynthSpec:
     """What to make. layers; types of gate and up, and of down, of the routed experts; experts a layer; vocabulary;
-    ngram_rows: least rows of each of the n-gram table's heads (real: 20 million)."""
+    ngram_rows: least rows of each of the n-gram table's heads (real: 20 million); distinct_pieces: of a tensor of
+    routed experts, pieces of 8 MiB that are drawn before they repeat, which is faster (0: all are drawn)."""
 
     layers: int = 2
     gate_up: str = "Q4_K"
@@ -69,6 +70,7 @@ class SynthSpec:
     vocabulary: int = VOCABULARY
     ngram_rows: int = 20_000
     seed: int = 1
+    distinct_pieces: int = 0
 
     def __post_init__(self) -> None:
         need(1 <= self.layers <= 1024, "layers is out of range", found=self.layers, needed="1 to 1024")
@@ -202,39 +204,56 @@ def _rows(tensor: NewTensor, first: int, n: int, rng: np.random.Generator) -> np
     return random_rows(tensor.format, n, K, std, rng)
 
 
-def _fill(target: mmap.mmap, layout: FileLayout, tensors: list[NewTensor], seed: int,
-          progress: Callable[[int, int], None] | None) -> None:  # fmt: skip
-    """Write all tensors. Bytes depend on the seed alone, not on the number of threads."""
+def _fill(target: mmap.mmap, layout: FileLayout, tensors: list[NewTensor], spec: SynthSpec,
+          progress: Callable[[int, int], None] | None, threads: int | None) -> None:  # fmt: skip
+    """Write all tensors. Bytes depend on the spec alone, not on the number of threads."""
     target[: len(layout.header)] = layout.header
     view = np.frombuffer(target, np.uint8)
-    pieces = []
+    drawn: list[tuple[int, int, int]] = []
+    again: list[tuple[int, int, int, int]] = []
     for index, t in enumerate(tensors):
         step = max(1, PIECE_BYTES // t.row_bytes)
-        pieces += [(index, row, min(step, t.rows - row)) for row in range(0, t.rows, step)]
+        period = step * spec.distinct_pieces if len(t.shape) == 3 else 0
+        for row in range(0, t.rows, step):
+            piece = (index, row, min(step, t.rows - row))
+            if period and row >= period:
+                again.append((*piece, row % period))
+            else:
+                drawn.append(piece)
 
     def make(piece: tuple[int, int, int]) -> int:
         index, first, n = piece
         t = tensors[index]
-        rng = np.random.Generator(np.random.SFC64([seed, index, first]))
+        rng = np.random.Generator(np.random.SFC64([spec.seed, index, first]))
         at = layout.offsets[index] + first * t.row_bytes
         view[at : at + n * t.row_bytes] = _rows(t, first, n, rng).reshape(-1)
         return n * t.row_bytes
 
+    def repeat(piece: tuple[int, int, int, int]) -> int:
+        index, first, n, source = piece
+        start, row_bytes = layout.offsets[index], tensors[index].row_bytes
+        at, by = start + first * row_bytes, start + source * row_bytes
+        view[at : at + n * row_bytes] = view[by : by + n * row_bytes]
+        return n * row_bytes
+
     done, total = 0, sum(t.n_bytes for t in tensors)
-    with ThreadPoolExecutor(usable_cores(core_facts())) as threads:
-        for n_bytes in threads.map(make, pieces):
-            done += n_bytes
-            if progress is not None:
-                progress(done, total)
+    with ThreadPoolExecutor(threads or usable_cores(core_facts())) as pool:
+        for work, pieces in ((make, drawn), (repeat, again)):
+            for n_bytes in pool.map(work, pieces):
+                done += n_bytes
+                if progress is not None:
+                    progress(done, total)
 
 
-def _make(fd: int, spec: SynthSpec, progress: Callable[[int, int], None] | None) -> None:
+def _make(
+    fd: int, spec: SynthSpec, progress: Callable[[int, int], None] | None, threads: int | None = None
+) -> None:
     g = geometry_of(spec)
     tensors = tensors_of(spec, g)
     layout = file_layout(_keys(spec, g), tensors)
     os.posix_fallocate(fd, 0, layout.n_bytes)  # here, not as a bus error in the middle
     with mmap.mmap(fd, layout.n_bytes) as target:
-        _fill(target, layout, tensors, spec.seed, progress)
+        _fill(target, layout, tensors, spec, progress, threads)
 
 
 def write_model(folder: str | Path, spec: SynthSpec, progress: Callable[[int, int], None] | None = None) -> Path:
@@ -270,8 +289,12 @@ def model_bytes(spec: SynthSpec) -> int:
 
 
 @contextlib.contextmanager
-def memory_model(spec: SynthSpec, progress: Callable[[int, int], None] | None = None) -> Iterator[Path]:
+def memory_model(
+    spec: SynthSpec, progress: Callable[[int, int], None] | None = None, threads: int | None = None
+) -> Iterator[Path]:
     """A path of this process under which the model can be opened while the block runs; it lies in memory alone.
+
+    threads that make it; None: one for each core.
 
     DoesNotFit if the system does not give that much memory.
     """
@@ -280,7 +303,7 @@ def memory_model(spec: SynthSpec, progress: Callable[[int, int], None] | None = 
     fd = os.memfd_create(spec.name)
     try:
         try:
-            _make(fd, spec, progress)
+            _make(fd, spec, progress, threads)
         except OSError as error:
             raise DoesNotFit("the memory is too small", needed=f"{model_bytes(spec) / 1e9:.1f} GB") from error
         yield Path(f"/proc/{os.getpid()}/fd/{fd}")

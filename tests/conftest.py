@@ -45,6 +45,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=_no_gpu_reason()))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _loads_mean_the_cpu() -> None:
+    """A load that names no device is one on the CPU, also where there is a GPU."""
+    if _no_gpu_reason() is None:
+        from strata.model import load
+
+        load.__kwdefaults__["device"] = "cpu"
+
+
 @pytest.fixture(scope="session")
 def tiny_path() -> Path:
     """First shard of the bundled model."""

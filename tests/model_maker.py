@@ -14,9 +14,11 @@ from strata.pack.gguf_file import GgufFile
 from tests.header_maker import RELEASES, Shape, make_model
 
 
-def make_wide_model(folder: Path, layers: int = 2, experts: int = 64, vocabulary: int = 4096, seed: int = 3) -> Path:
-    """Write a model of `layers` full-width layers, GDN and attention in turn; returns the first shard's path."""
-    shape = replace(Shape(), L=layers, E=experts, V=vocabulary, period=2, context=32768)
+def make_wide_model(
+    folder: Path, layers: int = 2, experts: int = 64, vocabulary: int = 4096, seed: int = 3, period: int = 2
+) -> Path:
+    """Write a model of `layers` full-width layers, every `period`-th an attention; returns the first shard's path."""
+    shape = replace(Shape(), L=layers, E=experts, V=vocabulary, period=period, context=32768)
     dense = {**RELEASES["IQ3_XXS"].dense, "embed": ("F16",)}
     path = make_model(folder, "wide", shape, dense, (("IQ3_XXS", "IQ4_NL"),), vocabulary=False)
     with GgufFile(path) as gguf:

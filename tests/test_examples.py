@@ -224,9 +224,10 @@ def test_ci_prints_the_commands_it_would_run():
     """`.ci/run --print` says what it takes from the README, without doing it."""
     command = ["bash", str(ROOT / ".ci" / "run"), "--print"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    packages, tests = done.stdout.splitlines()
+    packages, tests, compiling = done.stdout.splitlines()
     text = README.read_text(encoding="utf-8")
     assert tests == re.search(r"<!-- test-command -->\n```\n(.*)\n```\n", text)[1]
+    assert compiling == re.search(r"<!-- compile-command -->\n```\n(.*)\n```\n", text)[1]
     assert packages == re.search(r"<!-- system-packages -->\n```\n(.*)\n```\n", text)[1] and packages
 
 

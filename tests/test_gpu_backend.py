@@ -188,7 +188,7 @@ def test_draft_layer(pair):
 def test_memory_is_what_was_planned(pair, tiny_path, mtp_path):
     gpu = pair.gpu
     lines = gpu.allocations([pair.gs])
-    assert all(a.device == "vram" and a.n_bytes > 0 for a in lines)
+    assert {a.device for a in lines} == {"vram", "ram"} and all(a.n_bytes > 0 for a in lines)
     gguf = GgufFile(tiny_path)
     layer = read_draft(mtp_path, gguf, gpu.geometry)
     memory, weights = measure(

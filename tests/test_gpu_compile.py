@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 
 import numpy as np
 import pytest
@@ -97,6 +98,46 @@ def test_spills_are_found(own_source):
         own_source(f"__global__ void __launch_bounds__(1024) k(volatile float *p) {{ {body} }}", "k"), 75
     )
     assert binary.usage["k"].spill_bytes > 0 and binary.usage["k"].stack_bytes > 0
+
+
+@needs_nvrtc
+def test_the_check_of_all_kernels(own_source, tmp_path, monkeypatch, capsys):
+    """Longest first, every architecture; spills and too much CPU time make it fail."""
+    short, long = own_source(TEXT, "k<1>"), Source("long.cu", ("k<1>", "k<2>"))
+    (tmp_path / "long.cu").write_text(TEXT)
+    monkeypatch.setattr(compiler, "all_sources", lambda: (short, long))
+    assert compiler.main(["--arch", "75", "--arch", "90", "--processes", "1"]) == 0
+    *lines, total = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines] == [[a, f] for f in ("long.cu", "k.cu") for a in ("sm_75", "sm_90")]
+    assert total.startswith("6 kernels of 4 cubins in ") and total.endswith(" 0 spill")
+    monkeypatch.setattr(compiler, "CPU_LIMIT_S", 0.001)
+    assert compiler.main(["--arch", "75", "--processes", "1"]) == 1
+    assert "more than 0.001 s of CPU time" in capsys.readouterr().out
+
+
+def test_the_test_install_of_the_readme_can_compile():
+    root = FOLDER.parents[1]
+    extras = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert {p.split(">")[0] for p in extras["nvrtc"]} == {"cupy-cuda12x", "nvidia-cuda-nvrtc-cu12"}
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    assert re.search(r"<!-- test-command -->\n```\n.*'\.\[test,nvrtc\]'.*\n```", readme)
+    assert re.search(r"<!-- compile-command -->\n```\n\.venv/bin/python -m strata\.gpu\.compile --all ", readme)
+
+
+@pytest.mark.parametrize(("first", "second", "code"), [(0, 0, 0), (3, 0, 3), (0, 4, 4), (3, 4, 3)])
+def test_ci_compiles_as_a_step_of_its_own(tmp_path, first, second, code):
+    """Both commands of the README run, whatever the first one says; the first failure counts."""
+    blocks = {"system-packages": "bash", "test-command": f"echo tests; exit {first}",
+              "compile-command": f"echo kernels; exit {second}"}  # fmt: skip
+    text = "".join(f"<!-- {name} -->\n```\n{line}\n```\n<!-- end -->\n" for name, line in blocks.items())
+    (tmp_path / "README.md").write_text(text)
+    (tmp_path / ".ci").mkdir()
+    script = tmp_path / ".ci" / "run"
+    script.write_text((FOLDER.parents[1] / ".ci" / "run").read_text(encoding="utf-8"))
+    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code, done.stderr
+    assert done.stdout.splitlines()[-4:] == [f"+ echo tests; exit {first}", "tests",
+                                             f"+ echo kernels; exit {second}", "kernels"]  # fmt: skip
 
 
 def test_report_of_ptxas():

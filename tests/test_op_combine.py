@@ -8,23 +8,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strata.base.arithmetic import sigmoid32
+from strata.base.compiled import chunk
 from strata.base.program import COMBINE_OVERFLOW
-from strata.cpu import experts as op
+from strata.cpu import expert_record as op
+from strata.cpu.expert_jobs import combine as combine_rows
+from strata.cpu.machine_code import i64_view
 from tests.canonical import experts as reference
 from tests.canonical.call import ERROR, LAYER, Call, assert_same, plain, room
+
+
+@chunk
+def combine_columns(a, k, n_chunks):
+    """Piece k of the columns."""
+    p = i64_view(a, op.WORDS)
+    combine_rows(p, k * p[op.D_] // n_chunks, (k + 1) * p[op.D_] // n_chunks)
 
 
 def combine(weights, outputs, scales, shared_gate, shared, pieces=1) -> tuple[np.ndarray, Call]:
     """One row: weights (K,), outputs (K, D), scales (K,) or None, shared_gate (), shared (D,) -> y (D,)."""
     K, D = outputs.shape
     words, y = [0] * op.WORDS, room(1, D)
-    words[op.T_], words[op.K_], words[op.D_], words[op.COMBINE_PIECES] = 1, K, D, pieces
+    words[op.T_], words[op.K_], words[op.D_], words[op.TOTAL] = 1, K, D, room(1, D, dtype="int64")
     words[op.ENTRY_OF], words[op.IDS] = np.arange(K, dtype=np.int32), np.arange(K, dtype=np.int32)
     words[op.WEIGHTS], words[op.SHARED_GATE] = np.array(weights, np.float32), np.array([shared_gate], np.float32)
     words[op.ROUTED + op.OUT], words[op.SHARED + op.OUT] = np.ascontiguousarray(outputs), np.ascontiguousarray(shared)
     words[op.ROUTED + op.DOWN + 4] = None if scales is None else np.array(scales, np.float32)
     words[op.Y], words[op.ERROR], words[op.LAYER] = y, ERROR, LAYER
-    return y[0], Call(op.combine_chunk, *words).run(pieces, order=reversed(range(pieces)))
+    return y[0], Call(combine_columns, *words).run(pieces, order=reversed(range(pieces)))
 
 
 def nearest_f32(n: int) -> np.float32:

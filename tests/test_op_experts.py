@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from strata.base.program import COMBINE_OVERFLOW, NOT_FINITE
-from strata.cpu import experts as op
+from strata.cpu import expert_record as op
+from strata.cpu.expert_jobs import experts_chunk
+from strata.cpu.experts import experts as step
 from strata.cpu.gemv.table import kernel, layout_of, swiglu_address
 from strata.cpu.lower import quantise
 from strata.cpu.pool import Pool
@@ -73,7 +75,12 @@ class Layer:
         weights = self.rng.uniform(0, 1, (T, K)).astype(np.float32)
         return plain(self.rng, T, self.D), ids, weights, plain(self.rng, T, 1)
 
-    def run(self, x, ids, weights, shared_gate, pieces=1, workers: Pool | None = None) -> tuple[np.ndarray, Call]:
+    def run(
+        self, x, ids, weights, shared_gate, pieces=1, workers: Pool | None = None, decisions: np.ndarray | None = None,
+        sums: bool = False,
+    ) -> tuple[np.ndarray, Call]:  # fmt: skip
+        """Output (T, D) float32, or with `sums` the int64 sums of the routed entries alone. pieces: about how many
+        chunks a matrix is cut into."""
         T, K = ids.shape
         entries, words, kept = T * K, [0] * op.WORDS, []
 
@@ -81,13 +88,18 @@ class Layer:
             kept.append(np.full(n_bytes + 64, 0x5A, np.uint8))
             return kept[-1]
 
-        y = room(T, self.D)
-        words[op.IDS], words[op.WEIGHTS], words[op.SHARED_GATE], words[op.Y] = ids, weights, shared_gate, y
+        y = room(T, self.D, dtype="int64" if sums else "float32")
+        words[op.IDS], words[op.WEIGHTS], words[op.DECISIONS] = ids, weights, decisions
         words[op.T_], words[op.E_], words[op.K_], words[op.D_] = T, self.E, K, self.D
         words[op.ERROR], words[op.LAYER], words[op.POOL] = ERROR, LAYER, workers.address if workers else 0
         inputs = {f: self._records(x, f, place) for f in set(self.formats[:2])}
-        for side, experts, width, rows in ((op.ROUTED, self.routed, self.F, entries),
-                                           (op.SHARED, [self.shared], self.shared_width, T)):  # fmt: skip
+        sides = [(op.ROUTED, self.routed, self.F, entries)]
+        if sums:
+            words[op.TOTAL] = y
+        else:
+            words[op.Y], words[op.SHARED_GATE], words[op.TOTAL] = y, shared_gate, place(8 * T * self.D)
+            sides.append((op.SHARED, [self.shared], self.shared_width, T))
+        for side, experts, width, rows in sides:
             addresses = [[m.ctypes.data for m in e] for e in experts]
             kept.append(np.array(addresses, np.int64))
             words[side + op.TABLE], words[side + op.WIDTH] = kept[-1], width
@@ -103,15 +115,14 @@ class Layer:
             words[side + op.OUT] = place(4 * rows * self.D)
             words[side + op.H] = place(rows * layout.record_bytes(width)) if layout.group else words[side + op.G]
             words[side + op.QUANTISE] = layout.quantise_address if layout.group else 0
-            words[side + op.PIECES_UP], words[side + op.PIECES_DOWN] = pieces, 2 * pieces - 1
         records = words[op.ROUTED + op.GATE + 3] + words[op.ROUTED + op.UP + 3]
         words[op.ROUTED + op.GATHER] = place(entries * records)
+        words[op.THREADS] = 1 if pieces == 1 else 2
+        words[op.LEAST] = words[op.MOST] = max(1, self.D * words[op.ROUTED + op.DOWN] // pieces)
         words[op.JOBS], words[op.ENTRY_OF] = place((entries + 1) * op.JOB_WORDS * 8), place(4 * entries)
-        words[op.SEEN], words[op.COMBINE_PIECES], words[op.SWIGLU] = place(4 * self.E), pieces, swiglu_address()
-        for word, chunk in ((op.CHUNK_GATE_UP, op.gate_up_chunk), (op.CHUNK_ACTIVATE, op.activate_chunk),
-                            (op.CHUNK_DOWN, op.down_chunk), (op.CHUNK_COMBINE, op.combine_chunk)):  # fmt: skip
-            words[word] = chunk.address
-        call = Call(op.experts, *words).run()
+        words[op.ROW_OF], words[op.COUNTERS] = place(4 * entries), place(op.counter_bytes(entries))
+        words[op.SEEN], words[op.SWIGLU], words[op.CHUNK] = place(4 * self.E), swiglu_address(), experts_chunk.address
+        call = Call(step, *words).run()
         scratch = [array for array in kept if array.dtype == np.uint8]
         assert all((array[-64:] == 0x5A).all() for array in scratch), "written behind the end of scratch"
         return y, call

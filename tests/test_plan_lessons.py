@@ -9,10 +9,11 @@ from strata.arch.flash_next import session_buffers
 from strata.base.errors import DoesNotFit
 from strata.base.plan import MIB
 from strata.pack.profile import ExpertProfile
-from strata.planner import needs, state_bytes
+from strata.planner import state_bytes
 from strata.planner.machine import Machine
 from strata.planner.memory import plan, read_facts
 from strata.planner.slots import admission_queue, allot, slot_sizes
+from strata.planner.vram_bytes import ALIGNMENT
 from tests.header_maker import RELEASES, make_release
 
 ROOMY = Machine.describe(vram_gib=16, ram_gib=64)
@@ -51,7 +52,8 @@ def test_scales_have_two_bytes(facts):
 
 
 def test_dense_weights_keep_their_size_in_vram(facts):
-    """Nothing is widened on the way: BF16 stays BF16, block scales stay f16; only alignment is added."""
+    """Nothing is widened on the way: BF16 stays BF16, block scales stay f16; only alignment is added, and no tensor
+    takes more of it than its own."""
     for m in facts.values():
         lines = [
             x
@@ -59,7 +61,7 @@ def test_dense_weights_keep_their_size_in_vram(facts):
             if x.line.startswith(("weights", "LM head"))
         ]
         tensors = sum(c.n_tensors for c in (*m.dense, m.embedding, m.head))
-        assert sum(x.n_bytes for x in lines) == m.dense_bytes + tensors * needs.ALIGNMENT
+        assert 0 <= sum(x.n_bytes for x in lines) - m.dense_bytes < tensors * ALIGNMENT
 
 
 def test_no_blob_size_is_a_constant_of_the_model(facts):

@@ -242,17 +242,6 @@ def test_a_context_beyond_the_trained_one_loads_with_a_warning(tiny_path, caplog
     assert any("40,000 is beyond" in r.getMessage() for r in caplog.records)
 
 
-def test_a_gpu_that_this_version_does_not_use_is_mentioned_once(tiny_path, monkeypatch, caplog):
-    _this_machine(monkeypatch, gpus=Machine.describe(gpu="RTX 4090").gpus)
-    loading._say_cpu_alone.cache_clear()
-    with caplog.at_level(logging.WARNING, "strata"):
-        for _ in range(2):
-            strata.load(tiny_path, context=512).close()
-    loading._say_cpu_alone.cache_clear()
-    told = [r.getMessage() for r in caplog.records]
-    assert told == ["RTX 4090 is here, but this version computes on the CPU alone"]
-
-
 @pytest.mark.parametrize(
     "bad", [{"context": 5}, {"context": "4k"}, {"threads": 0}, {"threads": "all"}, {"checkpoints": -1}, {"sessions": 0}]
 )

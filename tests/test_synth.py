@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,7 +19,7 @@ from strata.pack.gguf_file import GgufFile
 from strata.pack.gguf_write import NewTensor, file_layout
 from strata.pack.random_blocks import random_rows
 from strata.replay import routing, routing_facts, skewed_ids, uniform_ids
-from strata.synth import SynthSpec, geometry_of, memory_model, model_bytes, tensors_of, write_model
+from strata.synth import PIECE_BYTES, SynthSpec, geometry_of, memory_model, model_bytes, tensors_of, write_model
 
 PRODUCTS = [f.name for f in FORMATS.values() if f.activation != "none"]
 SMALL = SynthSpec(layers=2, experts=20, vocabulary=1024, ngram_rows=50)
@@ -55,6 +57,19 @@ def test_random_weights_have_mean_zero_and_the_spread_asked_for(name):
 def test_spread_out_of_range():
     with pytest.raises(BadArgument, match="spread"):
         random_rows(by_name("Q4_K"), 1, 256, 0.0, np.random.default_rng(0))
+
+
+def test_experts_that_repeat():
+    """With one distinct piece all pieces of a tensor of experts are its first one, and nothing else changes."""
+    once = dataclasses.replace(SMALL, distinct_pieces=1)
+    with memory_model(SMALL, threads=1) as a, memory_model(once) as b, GgufFile(a) as drawn, GgufFile(b) as repeated:
+        for name, tensor in drawn.tensors.items():
+            rows, wanted = repeated.raw(name).reshape(-1), drawn.raw(name).reshape(-1)
+            if name.endswith("_exps.weight"):
+                piece = PIECE_BYTES // tensor.row_bytes * tensor.row_bytes
+                wanted = np.resize(wanted[:piece], wanted.size)
+                assert piece < wanted.size
+            assert np.array_equal(rows, wanted), name
 
 
 # ---- file

@@ -32,6 +32,7 @@ class PlanLine(Allocation):
     allocate  taken at load
     map       a part of a file used in place: `n_bytes` in all, of which `held_bytes` are counted against free memory
     later     taken while running, up to this much
+    driver    taken by the GPU's driver on our behalf, not by an allocation of ours
     reserve   left free on purpose
     """
 
@@ -222,7 +223,7 @@ class Plan:
     def compared(self, taken: list[Allocation]) -> dict[tuple[str, str], tuple[int, int]]:
         """(line, device) -> (planned bytes, taken bytes), in the plan's order.
 
-        Lines of kind later and reserve are not taken at load. A line that only one side knows counts as 0 on the other.
+        Lines of kind later, driver and reserve are no allocations of a load. A line that only one side knows counts as 0 on the other.
         """
         sums: dict[tuple[str, str], list[int]] = {}
         for line in self.lines:

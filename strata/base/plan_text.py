@@ -41,6 +41,7 @@ def plan_table(p: Plan) -> str:
             mark = {
                 "reserve": " (kept free)",
                 "later": " (while running)",
+                "driver": " (driver)",
                 "map": f" ({_size(line.held_bytes)} held)",
             }.get(line.kind, "")
             out.append(f"  {line.line:<28}{shown:>14}  {line.reason}{mark}")

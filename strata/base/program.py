@@ -99,6 +99,8 @@ class ProgramSet:
     commit   advance by n_keep <= 8       prefill  trunk over a whole cell that advances in place
     states   every buffer a session holds, the draft layer's included
     draft    programs of the draft layer, or None
+    chunk    trunk over the rows of the largest prefill chunk, which advances in place; lowered for any number of whole
+             cells up to that. None where prompts are read cell by cell. Not among all()
     """
 
     windows: Mapping[int, Program]
@@ -107,6 +109,7 @@ class ProgramSet:
     prefill: Program
     states: tuple[Buffer, ...]
     draft: DraftPrograms | None = None
+    chunk: Program | None = None
 
     def all(self) -> list[Program]:
         draft = self.draft.all() if self.draft else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -58,6 +58,12 @@ class State:
         layer's cells (`mtp.`) are left out too: drafts cannot change an answer.
         """
         h = hashlib.sha256(str(self.rows).encode())
+        for _, part in self.parts():
+            h.update(part.tobytes())
+        return h.hexdigest()
+
+    def parts(self) -> Iterator[tuple[str, np.ndarray]]:
+        """What `digest` hashes, by buffer: its name, and a contiguous array of what counts of it."""
         for name, b in self.buffers.items():
             a = self.arrays[name]
             if name.startswith("mtp."):
@@ -66,16 +72,25 @@ class State:
                 cells = self.rows
                 if name.endswith(".block_keys"):
                     cells = self.rows // self._block_cells(name)
-                h.update(np.ascontiguousarray(a[:cells]).tobytes())
+                yield name, np.ascontiguousarray(a[:cells])
             elif name.endswith(".raw_keys"):
                 open_rows = range(self.rows - self.rows % self._block_cells(name.replace("raw", "block")), self.rows)
-                h.update(b"".join(a[p % len(a)].tobytes() for p in open_rows))
+                yield name, a[[p % len(a) for p in open_rows]]
             else:
-                h.update(a.tobytes())
-        return h.hexdigest()
+                yield name, a
 
     def _block_cells(self, name: str) -> int:
         return self.arrays[name.replace("block_keys", "k")].shape[0] // self.arrays[name].shape[0]
+
+    # ---- cells, for moving a conversation
+
+    def read_cells(self, name: str, n: int) -> np.ndarray:
+        """A copy of the first n entries of a cells buffer."""
+        return self.arrays[name][:n].copy()
+
+    def write_cells(self, name: str, values: np.ndarray) -> None:
+        """Set the first entries of a cells buffer."""
+        self.arrays[name][: len(values)] = values
 
     def n_bytes(self, role: str) -> int:
         return sum(b.n_bytes for b in self.buffers.values() if b.role == role)

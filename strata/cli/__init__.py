@@ -26,6 +26,8 @@ VERBS = {
     "inspect": "Show geometry, types and bytes of a GGUF file.",
     "score": "Measure how well a model predicts a text: nats per token and perplexity.",
     "bench": "Measure speed on this machine.",
+    "profile": "Rank a model's experts by what texts ask for, and simulate a cache of them.",
+    "calibrate": "Find faster settings for a model on this machine, and remember them.",
     "convert-mtp": "Convert a draft layer from safetensors to the files it is loaded from.",
     "doctor": "Say which parts of this machine will be slow.",
 }

@@ -42,6 +42,8 @@ def command(
     pin: flags.Pin = False,
     kv: flags.Kv = "auto",
     prefill: flags.Prefill = "auto",
+    device: flags.Device = None,
+    vram_gib: flags.VramGib = None,
     draft: flags.Draft = None,
     draft_acceptance: flags.DraftAcceptance = None,
 ) -> None:
@@ -55,7 +57,10 @@ def command(
         repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
         penalty_last_n=penalty_last_n, logit_bias=logit_bias, seed=seed, stop=stop, draft_acceptance=draft_acceptance,
     )  # fmt: skip
-    with flags.loaded(model, context=context, threads=threads, pin=pin, kv=kv, prefill=prefill, draft=draft) as loaded:
+    with flags.loaded(
+        model, context=context, threads=threads, pin=pin, kv=kv, prefill=prefill, draft=draft, device=device,
+        vram_gib=vram_gib,
+    ) as loaded:  # fmt: skip
         Conversation(loaded, system, think, options).talk()
 
 

@@ -35,6 +35,11 @@ Pin = Annotated[bool, Option("--pin", help="Bind workers to cores.")]
 Kv = Annotated[str, Option(help="auto, f16 or int8.")]
 Prefill = Annotated[str, Option(help="auto: chunks of 256 rows; windows: 8 rows at a time.")]
 
+Device = Annotated[
+    str | None, Option(help="auto (the first GPU, if it can be used and holds the model), cpu, cuda or cuda:N.")
+]
+VramGib = Annotated[float | None, Option(help="Most to take of the GPU's memory, GiB; default: what is free.")]
+
 Draft = Annotated[str | None, Option(help="off, auto, lookup, or a draft layer's file or folder.")]
 
 # ---- answering

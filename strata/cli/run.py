@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from strata.cli import INTERRUPTED, flags
+from strata.base.errors import need
+from strata.cli import FAILED, INTERRUPTED, flags
+from strata.cli.locate import find_model
 from strata.cli.output import Bar, first_interrupt, is_terminal, note, write
 
 if TYPE_CHECKING:
@@ -44,8 +47,13 @@ def command(
     pin: flags.Pin = False,
     kv: flags.Kv = "auto",
     prefill: flags.Prefill = "auto",
+    device: flags.Device = None,
+    vram_gib: flags.VramGib = None,
     draft: flags.Draft = None,
     draft_acceptance: flags.DraftAcceptance = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare the GPU with the CPU on the prompt, bit by bit, and stop.")
+    ] = False,
     json_: flags.Json = False,
 ) -> None:
     """Continue a prompt. The answer streams to stdout, and nothing else does.
@@ -60,7 +68,13 @@ def command(
         logprobs=logprobs or top_logprobs is not None, top_logprobs=top_logprobs,
     )  # fmt: skip
     text = sys.stdin.read() if prompt == "-" else prompt
-    with flags.loaded(model, context=context, threads=threads, pin=pin, kv=kv, prefill=prefill, draft=draft) as loaded:
+    if check:
+        _check(model, text, context, kv, threads, device, json_)
+        return
+    with flags.loaded(
+        model, context=context, threads=threads, pin=pin, kv=kv, prefill=prefill, draft=draft, device=device,
+        vram_gib=vram_gib,
+    ) as loaded:  # fmt: skip
         tokens = loaded.tokenize(text)
         with Bar("reading the prompt", "tokens") as bar:
             stream = loaded.stream(tokens, progress=bar.update if len(tokens) >= BAR_TOKENS else None, **options)
@@ -72,6 +86,24 @@ def command(
             note(summary(result))
     if interrupted:
         raise typer.Exit(INTERRUPTED)
+
+
+def _check(
+    given: Path | None, text: str, context: int | None, kv: str, threads: int | None, device: str | None, json_: bool
+) -> None:
+    """Every op on the GPU against the CPU; exit status 1 at the first difference."""
+    from strata import checking
+    from strata.planner.options import check_device_name
+
+    check_device_name(device or "auto")
+    need(device != "cpu", "--check compares a GPU with the CPU", found="--device cpu", needed="cuda or cuda:N")
+    index = int((device or "").partition(":")[2] or 0)
+    with Bar("checking", "tokens") as bar:
+        report = checking.check(find_model(given), text, context=context, kv="f16" if kv == "auto" else kv,
+                                threads=threads, index=index, progress=bar.update)  # fmt: skip
+    typer.echo(json.dumps(report.record()) if json_ else str(report))
+    if report.difference is not None:
+        raise typer.Exit(FAILED)
 
 
 def _answer(stream: TextStream, silent: bool) -> bool:

@@ -27,6 +27,8 @@ def command(
     pin: flags.Pin = False,
     kv: flags.Kv = "auto",
     prefill: flags.Prefill = "auto",
+    device: flags.Device = None,
+    vram_gib: flags.VramGib = None,
     json_: flags.Json = False,
 ) -> None:
     """Measure nats per token and perplexity of a text.
@@ -36,7 +38,9 @@ def command(
     text = _read(file)
     for name, value, least in (("--window", window, 2), ("--max-tokens", max_tokens, 2)):
         need(value is None or value >= least, f"{name} is too small", found=value, needed=f">= {least}")
-    with flags.loaded(model, context=context, threads=threads, pin=pin, kv=kv, prefill=prefill) as loaded:
+    with flags.loaded(
+        model, context=context, threads=threads, pin=pin, kv=kv, prefill=prefill, device=device, vram_gib=vram_gib
+    ) as loaded:
         tokens = loaded.tokenize(text, special)[:max_tokens]
         need(len(tokens) >= 2, "the text is too short to score", found=f"{len(tokens)} tokens", needed=">= 2")
         size = min(window or loaded.context, len(tokens))

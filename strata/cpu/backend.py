@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 
 from strata.base.errors import NotFinite, StrataError
-from strata.base.geometry import WINDOW_ROWS, Geometry
+from strata.base.geometry import CELL_ROWS, WINDOW_ROWS, Geometry
 from strata.base.program import (
     ERROR_TEXT,
     ERROR_WORDS,
@@ -37,6 +38,8 @@ class CpuBackend:
     """
 
     name = "cpu"
+    chunk_rows = CELL_ROWS
+    """Rows that one call of `prefill` reads."""
 
     def __init__(
         self,
@@ -109,6 +112,10 @@ class CpuBackend:
             self.memory.slot_table[: len(state.slot_addresses)] = state.slot_addresses
             self._bound = state
 
+    def current(self) -> nullcontext:
+        """Around all work; other backends have something to do there."""
+        return nullcontext()
+
     # ---- work
 
     def _feed(self, state: State, tokens: np.ndarray, previous: tuple[int, int]) -> None:
@@ -177,6 +184,15 @@ class CpuBackend:
             state.recurrent[:] = self._before_prefill
             raise
         state.rows += len(tokens)
+
+    def prefill_ops(self, state: State, tokens: np.ndarray, previous: tuple[int, int]) -> dict[str, float]:
+        """Read a cell as `prefill` does, timed: milliseconds by kind of op."""
+        self.profile(True)
+        try:
+            self.prefill(state, tokens, previous)
+            return {kind: ns / 1e6 for kind, ns in self.op_times().items() if ns}
+        finally:
+            self.profile(False)
 
     def head(self, first_row: int, T: int, request: HeadRequest) -> HeadRows:
         """Logits of T <= 8 rows of the last window or chunk, from row `first_row` on, summarised as asked."""

@@ -6,24 +6,43 @@ queued without waiting: what they read from the host is not written again before
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 
-from strata.base.errors import NotFinite, StrataError
-from strata.base.geometry import WINDOW_ROWS, Geometry
-from strata.base.program import ERROR_TEXT, NGRAM_FAILED, NGRAM_TIMEOUT, Allocation, Op, Program, ProgramSet
+from strata.base.errors import NotFinite, StrataError, need
+from strata.base.geometry import CELL_ROWS, WINDOW_ROWS, Geometry
+from strata.base.program import (
+    ERROR_TEXT,
+    EXPERTS_FAILED,
+    EXPERTS_TIMEOUT,
+    NGRAM_FAILED,
+    NGRAM_TIMEOUT,
+    Allocation,
+    Op,
+    Program,
+    ProgramSet,
+)
 from strata.base.window import HeadRequest, HeadRows
+from strata.gpu.chunk_plan import arena_of, stream_of
 from strata.gpu.device import Device
 from strata.gpu.error_word import decode
+from strata.gpu.expert_store import ExpertStore
 from strata.gpu.head import Head
+from strata.gpu.held import held
+from strata.gpu.hybrid import Hybrid
 from strata.gpu.lower import Lowering
 from strata.gpu.mailbox import copy_values
 from strata.gpu.memory import MADE_UP, Memory
 from strata.gpu.ops import LOWERING
+from strata.gpu.prefill import Chunks
 from strata.gpu.rope import rotary_table
+from strata.gpu.slots import ExpertSlots
+from strata.gpu.split_experts import Split
 from strata.gpu.state import DeviceState
+from strata.gpu.upload import Uploader
 from strata.gpu.weights import Weights
 from strata.pack.experts import ExpertLayout
 from strata.pack.ngram import NgramTable
@@ -47,11 +66,17 @@ def lowered_programs(programs: ProgramSet) -> list[Program]:
 
 
 def measure(
-    programs: ProgramSet, geometry: Geometry, tensors: Tensors, experts: ExpertLayout
+    programs: ProgramSet,
+    geometry: Geometry,
+    tensors: Tensors,
+    experts: ExpertLayout,
+    split: Split | None = None,
+    slots: ExpertSlots | None = None,
 ) -> tuple[Memory, Weights]:
     """Memory and weights that the programs ask for, without a device; both still measuring."""
-    memory = Memory(lowered_programs(programs), [programs.prefill.buffers["streams"]])
-    weights = Weights(tensors, experts)
+    longest = programs.chunk or programs.prefill
+    memory = Memory(lowered_programs(programs), [longest.buffers["streams"]])
+    weights = Weights(tensors, experts, slots)
     context = programs.prefill.buffers["rope"].shape[0]
     memory.add_table(
         "rope", weights.array("rope", "tables", rotary_table(context, geometry.rotary_dims, geometry.rope_base))
@@ -61,7 +86,7 @@ def measure(
         memory.add_table(name, MADE_UP)
     for program in lowered_programs(programs):
         for fuse in (True, False):
-            Lowering(program, memory, weights, context, fuse=fuse).run(LOWERING)
+            Lowering(program, memory, weights, context, fuse=fuse, split=split).run(LOWERING)
     Head.measure(memory, geometry.V, context)
     return memory, weights
 
@@ -73,6 +98,9 @@ class GpuBackend:
     """
 
     name = "gpu"
+    threads = 1
+    pool = None
+    """No CPU workers of its own: the thread that calls waits for the device."""
 
     def __init__(
         self,
@@ -83,14 +111,26 @@ class GpuBackend:
         device: Device,
         *,
         ngram_cache_rows: int = 65536,
+        hybrid: Hybrid | None = None,
+        slots: ExpertSlots | None = None,
+        store: ExpertStore | None = None,
+        fill_order: Iterable[tuple[int, int]] | None = None,
     ):
-        self.geometry, self.programs, self.device = geometry, programs, device
+        self.geometry, self.programs, self.device, self.hybrid = geometry, programs, device, hybrid
+        self._split = hybrid.split if hybrid else None
         self.context = programs.prefill.buffers["rope"].shape[0]
         self.ngram = NgramTable(tensors.gguf, geometry.ngram, ngram_cache_rows) if geometry.ngram else None
-        self.memory, self.weights = measure(programs, geometry, tensors, experts)
+        self.memory, self.weights = measure(programs, geometry, tensors, experts, self._split, slots)
+        stream = stream_of(self.weights.slots) if programs.chunk else None
+        arena = programs.chunk and arena_of(programs.chunk, self.memory, self.weights, self.context, stream)
         self.memory.allocate(device)
-        self.weights.allocate(device)
-        self.weights.upload(device)
+        self.uploader = Uploader(device)
+        self.store = ExpertStore(experts, tensors.gguf, device) if store is None else store
+        self.slots = self.weights.slots
+        self.store.check_file()
+        self.weights.allocate(device, self.uploader, self.store)
+        self.weights.upload(self.uploader, fill_order)
+        self.weights.release()
         for name in ("rope", "mtp.one"):
             self.memory.add_table(name, self.weights.place_of(name, "tables"))
         self._make_host_memory()
@@ -98,12 +138,18 @@ class GpuBackend:
         self._before = device.alloc(self._recurrent_bytes)
         rows, width = self.memory.buffer("streams").shape
         self._row_bytes, self._stream_width = 4 * width, width
-        self._chunk = device.alloc(4 * rows * width)
+        self._chunk = 0 if programs.chunk else device.alloc(4 * rows * width)
         self.head_rows = Head(self.memory, device, geometry.V, self.context, self._host_out)
         self._graphs = {id(p): self._capture(p) for p in lowered_programs(programs)}
+        if stream is not None:
+            stream.allocate(device, self.uploader, self.store)
+        self._chunks = arena and Chunks(
+            programs.chunk, arena, self.weights, device, self.ngram, self._host_out, self.context, stream
+        )
         self._unfused: dict[int, Lowering] = {}
         self._bound: DeviceState | None = None
         self._ran: _Graph | None = None
+        self._closed = False
 
     # ---- building
 
@@ -120,7 +166,8 @@ class GpuBackend:
             m.add_table("ngram.staged", self._staged.ctypes.data)
 
     def _lower(self, program: Program, fuse: bool) -> Lowering:
-        return Lowering(program, self.memory, self.weights, self.context, fuse=fuse).run(LOWERING)
+        lowering = Lowering(program, self.memory, self.weights, self.context, fuse=fuse, split=self._split)
+        return lowering.run(LOWERING)
 
     def _capture(self, program: Program) -> _Graph:
         lowering = self._lower(program, fuse=True)
@@ -128,6 +175,8 @@ class GpuBackend:
         if program.name == "head":
             lowering.launches += self.head_rows.argmax_launches(program.T)
             out = (*out[:2], self.memory.outbox_bytes)
+        if self.hybrid and program.name == "trunk":
+            lowering.launches += self.hybrid.launches()
         return _Graph(lowering, self.device.graph(lowering.graph_launches(self._host_in.ctypes.data, out)))
 
     # ---- states
@@ -144,6 +193,7 @@ class GpuBackend:
 
     def _feed(self, state: DeviceState, tokens: np.ndarray, previous: tuple[int, int]) -> None:
         T = len(tokens)
+        self.slots.publish()
         self._bind(state)
         self._in["tokens"][:T] = tokens
         if "pos" in self._in:
@@ -157,15 +207,22 @@ class GpuBackend:
     def _run(self, program: Program) -> Lowering:
         """Run a program's graph and wait for it."""
         graph = self._graphs[id(program)]
-        graph.launch()
-        self.device.synchronize()
+        with self._served(program):
+            graph.launch()
+            self.device.synchronize()
         return graph.lowering
+
+    def _served(self, program: Program) -> AbstractContextManager[None]:
+        """While a window runs the CPU's experts are awake."""
+        return self.hybrid.window() if self.hybrid and program.name == "trunk" else nullcontext()
 
     def _check(self, lowering: Lowering, word: int, position: int) -> None:
         """Raise for an error word that is set."""
         found = decode(word)
         if found is None:
             return
+        if found.code in (EXPERTS_TIMEOUT, EXPERTS_FAILED):
+            raise self.hybrid.failure(found, position)
         op = lowering.program.ops[found.op]
         where = f"layer {found.layer}" if found.layer >= 0 else "outside the layers"
         message = (
@@ -210,8 +267,9 @@ class GpuBackend:
         )
         self.device.run([first])
         for index, op in enumerate(program.ops):
-            self.device.run([*lowering.launches_of(index), last])
-            self.device.synchronize()
+            with self._served(program):
+                self.device.run([*lowering.launches_of(index), last])
+                self.device.synchronize()
             self._check(lowering, self._error_word, state.rows)
             after_op(op)
 
@@ -231,25 +289,47 @@ class GpuBackend:
             state.rows += n_keep
 
     def prefill(self, state: DeviceState, tokens: np.ndarray, previous: tuple[int, int]) -> None:
-        """Read one whole cell of rows at a cell border and advance, as windows; on an error the state is as before."""
+        """Read whole cells of rows at a cell border and advance; on an error the state is as before.
+
+        Without a chunk program one cell is read, as windows; with one, up to `chunk_rows` rows.
+        """
         self._bind(state)
         start, values = state.rows, self._recurrent_bytes // 4
         self.device.run(copy_values(state.recurrent.address, self._before, values))
-        streams = self.memory.address("streams")
         try:
-            for first in range(0, len(tokens), WINDOW_ROWS):
-                part = tokens[first : first + WINDOW_ROWS]
-                self.window(state, part, previous)
-                self.device.run(
-                    copy_values(streams, self._chunk + first * self._row_bytes, len(part) * self._stream_width)
-                )
-                self.commit(state, len(part))
-                previous = (int(part[-1]), int(part[-2]) if len(part) > 1 else previous[0])
+            if self._chunks is None:
+                self._prefill_windows(state, tokens, previous)
+            else:
+                lowering = self._chunks.run(tokens, previous, start)
+                self._check(lowering, self._error_word, start)
+                state.rows += len(tokens)
         except BaseException:
             self.device.run(copy_values(self._before, state.recurrent.address, values))
             state.rows = start
             raise
+
+    def _prefill_windows(self, state: DeviceState, tokens: np.ndarray, previous: tuple[int, int]) -> None:
+        streams = self.memory.address("streams")
+        for first in range(0, len(tokens), WINDOW_ROWS):
+            part = tokens[first : first + WINDOW_ROWS]
+            self.window(state, part, previous)
+            self.device.run(copy_values(streams, self._chunk + first * self._row_bytes, len(part) * self._stream_width))
+            self.commit(state, len(part))
+            previous = (int(part[-1]), int(part[-2]) if len(part) > 1 else previous[0])
         self.device.run(copy_values(self._chunk, streams, len(tokens) * self._stream_width))
+
+    def prefill_ops(self, state: DeviceState, tokens: np.ndarray, previous: tuple[int, int]) -> dict[str, float]:
+        """Read a chunk as `prefill` does, op by op: milliseconds by kind of op, launching and waiting included."""
+        need(self._chunks is not None, "this model reads prompts by windows")
+        self._bind(state)
+        times = self._chunks.run_timed(tokens, previous, state.rows)
+        state.rows += len(tokens)
+        return times
+
+    @property
+    def chunk_rows(self) -> int:
+        """Most rows that one call of `prefill` reads."""
+        return self._chunks.most_rows if self._chunks is not None else self.programs.prefill.T
 
     def head(self, first_row: int, T: int, request: HeadRequest) -> HeadRows:
         """Logits of T <= 8 rows of the last window or chunk, from row `first_row` on, summarised as asked."""
@@ -305,20 +385,48 @@ class GpuBackend:
             out[f"{program.name} T={program.T}"] = len(self._graphs[id(program)].lowering.launches) + 2
         return out
 
+    @property
+    def recurrent_bytes(self) -> int:
+        """Of the copy that a failed chunk goes back to."""
+        return self._recurrent_bytes
+
+    @property
+    def cell_stream_bytes(self) -> int:
+        """What a cell's streams take besides the buffer that programs share. With chunks this is negative: the buffer
+        holds a whole chunk's, and what goes beyond two cells is priced with the chunk."""
+        shared = self.memory.buffer("streams").n_bytes
+        return shared if self._chunks is None else 2 * shared // self.chunk_rows * CELL_ROWS - shared
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that belongs to windows: inbox, outbox, n-gram rows, full logits."""
+        staged = self._staged.nbytes + self._ticket.nbytes if self.ngram is not None else 0
+        return self._host_in.nbytes + self._host_out.nbytes + staged + self.head_rows.host_bytes
+
     def allocations(self, sessions: list[DeviceState]) -> list[Allocation]:
-        """What this backend holds on the device, by line."""
-        kinds = self.weights.bytes_by_kind()
-        lines = [(kind, n, "uploaded once") for kind, n in kinds.items()]
-        lines += [
-            ("KV cache", sum(s.n_bytes("cells") for s in sessions), f"{len(sessions)} sessions"),
-            ("recurrent state", (len(sessions) + 1) * self._recurrent_bytes, "sessions and one chunk's way back"),
-            ("window scratch", self.memory.n_bytes, "activations of the widest program, logits"),
-            ("chunk streams", self.memory.buffer("streams").n_bytes, "rows of a whole cell"),
-        ]
-        return [Allocation(line, "vram", n, reason) for line, n, reason in lines]
+        """What this backend holds for `sessions`, all of its states, under the plan's line names."""
+        lines = held(self, sessions)
+        if self._chunks is not None:
+            lines += self._chunks.allocations(-self.cell_stream_bytes)
+        return lines + (self.hybrid.allocations() if self.hybrid else [])
+
+    def current(self) -> AbstractContextManager[object]:
+        """Makes the device the calling thread's own; around all work, as any thread may do it."""
+        return self.device.current()
 
     def close(self) -> None:
-        self.device.close()
+        """Free everything on the device; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        with self.device.current():
+            if self.hybrid:
+                self.hybrid.close()
+            self._graphs.clear()  # they hold memory of the device
+            self.device.synchronize()
+            self.uploader.close()
+            self.store.close()
+            self.device.close()
 
 
 class DeviceRows:

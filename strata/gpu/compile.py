@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import resource
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -29,6 +30,10 @@ ARCHS = (75, 80, 86, 89, 90, 120)
 
 OPTIONS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true", "--ptxas-options=-v")
 """No contraction, no flush to zero. Operations whose rounding matters are explicit PTX besides (exact.cuh)."""
+
+CPU_LIMIT_S = 360
+"""Most CPU seconds that compiling everything may take: 3 minutes on two idle cores. Counted so that other load on the
+machine does not decide."""
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 
@@ -201,10 +206,23 @@ def _check(job: tuple[Source, int, bool]) -> tuple[str, int, float, dict[str, Us
     return source.file, arch, time.monotonic() - start, binary.usage
 
 
+def _work(source: Source) -> int:
+    """What compiling a source costs, for ordering alone: its text once an instance."""
+    texts = [source.path.read_text(encoding="utf-8"), *headers_of(source.path).values()]
+    return len(source.instances) * sum(map(len, texts))
+
+
+def _children_cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def check_all(archs: tuple[int, ...], processes: int, verbose: bool, use_cache: bool = False) -> int:
-    """Compile every source for every architecture in parallel; prints a line each. Returns how many kernels spill."""
-    jobs = [(source, arch, use_cache) for source in all_sources() for arch in archs]
-    spilling, kernels, start = 0, 0, time.monotonic()
+    """Compile every source for every architecture in parallel, the longest first; prints a line each, and where more
+    than CPU_LIMIT_S were used, that. Returns the number of such complaints: kernels that spill, and the time."""
+    sources = sorted(all_sources(), key=_work, reverse=True)
+    jobs = [(source, arch, use_cache) for source in sources for arch in archs]
+    spilling, kernels, start, used_s = 0, 0, time.monotonic(), _children_cpu_s()
     with ProcessPoolExecutor(processes) as pool:
         for file, arch, seconds, usage in pool.map(_check, jobs):
             most = max(u.registers for u in usage.values())
@@ -217,8 +235,12 @@ def check_all(archs: tuple[int, ...], processes: int, verbose: bool, use_cache: 
                 if bad or verbose:
                     note = f"{u.spill_bytes} bytes spilled, {u.stack_bytes} bytes of stack" if bad else "no spills"
                     print(f"    {name:<40} {u.registers:>3} registers, {u.shared_bytes} bytes shared, {note}")
-    print(f"{kernels} kernels of {len(jobs)} cubins in {time.monotonic() - start:.1f} s, {spilling} spill")
-    return spilling
+    used_s, wall_s = _children_cpu_s() - used_s, time.monotonic() - start
+    print(f"{kernels} kernels of {len(jobs)} cubins in {wall_s:.1f} s, {used_s:.0f} s of CPU time, {spilling} spill")
+    slow = used_s > CPU_LIMIT_S
+    if slow:
+        print(f"that is more than {CPU_LIMIT_S} s of CPU time: drop instances, or share what sources have in common")
+    return spilling + slow
 
 
 def main(arguments: list[str] | None = None) -> int:

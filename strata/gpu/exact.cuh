@@ -73,11 +73,27 @@ DEVICE uint2 load_once(const uint2 *p) {
 DEVICE u32 load_once(const u32 *p) {
     u32 v; asm volatile("ld.global.nc.L1::no_allocate.u32 %0,[%1];" : "=r"(v) : "l"(p)); return v;
 }
+DEVICE u16 load_once(const u16 *p) {
+    u16 v; asm volatile("ld.global.nc.L1::no_allocate.u16 %0,[%1];" : "=h"(v) : "l"(p)); return v;
+}
 
 // Words that the host or another processor writes while a kernel runs.
 DEVICE i64 load_acquire(const i64 *p) {
     i64 v; asm volatile("ld.acquire.sys.global.s64 %0,[%1];" : "=l"(v) : "l"(p) : "memory"); return v;
 }
+DEVICE void store_release(i64 *p, i64 v) {
+    asm volatile("st.release.sys.global.s64 [%0],%1;" :: "l"(p), "l"(v) : "memory");
+}
+DEVICE i64 load_volatile(const i64 *p) {
+    i64 v; asm volatile("ld.volatile.global.s64 %0,[%1];" : "=l"(v) : "l"(p) : "memory"); return v;
+}
+DEVICE uint4 load_volatile(const uint4 *p) {
+    uint4 v;
+    asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3},[%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+    return v;
+}
+DEVICE void between_polls() {}
 DEVICE u64 clock_ns() { u64 t; asm volatile("mov.u64 %0,%%globaltimer;" : "=l"(t)); return t; }
 
 DEVICE void atomic_min(u64 *p, u64 v) { atomicMin(p, v); }
@@ -143,3 +159,4 @@ DEVICE void report(u64 *error, u64 where, u32 code, u32 detail) {
 #define COMBINE_OVERFLOW 2u
 #define NGRAM_TIMEOUT 3u
 #define NGRAM_FAILED 4u
+#define EXPERTS_TIMEOUT 5u

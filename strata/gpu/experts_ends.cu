@@ -2,11 +2,14 @@
 #include "quantise.cuh"
 
 // h = silu(g s_g) (u s_u) on rows of F values, GROUP 32 or 256: as activations, 0: as float32 into h. g_scales, u_scales
-// (E,) by expert id of the row (ids), or null. Grid: (F / 256, rows).
+// (E,) by expert id of the row (ids), or null. decisions null, or: rows count whose decision is a bit of `take`. Grid:
+// (F / 256, rows).
 template <int GROUP>
-KERNEL(256) swiglu(const float *g, const float *u, const int *ids, const float *g_scales, const float *u_scales, float *h,
-                   i8 *codes, float *scales, int *sums, int F, u64 *error, u64 where) {
+KERNEL(256) swiglu(const float *g, const float *u, const int *ids, const float *g_scales, const float *u_scales,
+                   const u8 *decisions, int take, float *h, i8 *codes, float *scales, int *sums, int F, u64 *error,
+                   u64 where) {
     int i = blockIdx.x * 256 + threadIdx.x, row = blockIdx.y;
+    if (decisions && !(take >> decisions[row] & 1)) return;
     size_t at = (size_t)row * F + i;
     float value = 0.f;
     if (i < F) {
@@ -27,22 +30,28 @@ KERNEL(256) swiglu(const float *g, const float *u, const int *ids, const float *
 }
 
 // y (T, D) = exact sum over K routed experts (outputs (T, K, D), weights (T, K)), the shared one (T, D) weighted by
-// sigmoid(gate (T,)), and `extra` (T, D) int64, sums of terms from elsewhere, or null. A routed output counts if
-// `mine` (T, K) is null or not 0 there. down_scales (E,) by expert, or null. Grid: (D / 256, T).
-KERNEL(256) combine(const float *outputs, const int *ids, const float *weights, const float *down_scales, const u8 *mine,
-                    const float *shared, const float *gate, const i64 *extra, float *y, int K, int D, u64 *error, u64 where) {
+// sigmoid(gate (T,)), and `extra` (T, D) int64, sums of terms from elsewhere, or null. mine (T, K), or null for all 1: an
+// entry with 1 has its output in `outputs`, with 2 in `linked`, with 0 in the sums of its row, which count only if there
+// is one. down_scales (E,) by expert, or null. stamp: where the time goes, or null. Grid: (D / 256, T).
+KERNEL(256) combine(const float *outputs, const float *linked, const int *ids, const float *weights,
+                    const float *down_scales, const u8 *mine, const float *shared, const float *gate, const i64 *extra,
+                    float *y, int K, int D, i64 *stamp, u64 *error, u64 where) {
     int i = blockIdx.x * 256 + threadIdx.x, row = blockIdx.y;
+    if (stamp && i == 0 && row == 0) *stamp = clock_ns();
     if (i >= D) return;
     float s = gate[row];
     bool fine = finite32(s);  // an infinite one would end as a finite sigmoid
-    i64 total = extra ? extra[(size_t)row * D + i] : 0;
+    bool elsewhere = !mine;
+    i64 total = 0;
     for (int j = 0; j < K; j++) {
-        int entry = row * K + j;
-        if (mine && !mine[entry]) continue;
-        float out = outputs[(size_t)entry * D + i];
+        int entry = row * K + j, from = mine ? mine[entry] : 1;
+        elsewhere = elsewhere || from == 0;
+        if (from == 0) continue;
+        float out = (from == 2 ? linked : outputs)[(size_t)entry * D + i];
         if (down_scales) out = mul32(out, down_scales[ids[entry]]);
         total += combine_term(weights[entry], out, fine);
     }
+    if (extra && elsewhere) total += load_volatile(extra + (size_t)row * D + i);  // perhaps in memory of the host
     total += combine_term(sigmoid32(s), shared[(size_t)row * D + i], fine);
     y[(size_t)row * D + i] = combine_back(total);
     if (!fine) report(error, where, COMBINE_OVERFLOW, row);

@@ -11,10 +11,15 @@ from strata.gpu import head_rows
 from strata.gpu.device import Device
 from strata.gpu.launch import Launch
 from strata.gpu.mailbox import outbox
-from strata.gpu.memory import HEAD_AREA, Memory
+from strata.gpu.memory import HEAD_AREA, TILES_OR_TERMS, Memory
 
 NO_TOKENS = np.empty(0, np.int32)
 SCRATCH = ("tops", "terms", "modified", "counts", "history", "rows", "bias ids", "bias")
+
+
+def place(name: str) -> str:
+    """Name of a head's scratch in `Memory`."""
+    return TILES_OR_TERMS if name == "terms" else f"head.{name}"
 
 
 class Head:
@@ -39,12 +44,12 @@ class Head:
             "bias": 8 * V,
         }
         for name in SCRATCH:
-            memory.scratch(f"head.{name}", sizes[name])
+            memory.scratch(place(name), sizes[name])
 
     def __init__(self, memory: Memory, device: Device, V: int, context: int, host_out: np.ndarray):
         self.memory, self.device, self.V, self.context, self._host_out = memory, device, V, context, host_out
         self._logits = memory.address("logits")
-        self._at = {name: memory.scratch(f"head.{name}", 0) for name in SCRATCH}
+        self._at = {name: memory.scratch(place(name), 0) for name in SCRATCH}
         self._full = np.empty((WINDOW_ROWS, V), np.float32)
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,14 +22,26 @@ from strata.gpu.launch import Launch
 from strata.gpu.memory import Memory
 from strata.gpu.weights import Weights
 
+if TYPE_CHECKING:
+    from strata.gpu.split_experts import Split
+
 PRODUCTS = ("linear", "experts")
 
 
 class Lowering:
     """One program's launches. `op_of_launch` maps each launch to its op; see the module text."""
 
-    def __init__(self, program: Program, memory: Memory, weights: Weights, context: int, *, fuse: bool = True):
-        self.program, self.memory, self.weights = program, memory, weights
+    def __init__(
+        self,
+        program: Program,
+        memory: Memory,
+        weights: Weights,
+        context: int,
+        *,
+        fuse: bool = True,
+        split: Split | None = None,
+    ):
+        self.program, self.memory, self.weights, self.split = program, memory, weights, split
         self.context, self.fuse = context, fuse
         self.T = program.T
         self.launches: list[Launch] = []

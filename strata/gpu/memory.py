@@ -30,6 +30,11 @@ OUTBOX_BYTES = 8960
 """The error word (8 bytes) and the two areas."""
 
 
+TILES_OR_TERMS = "tiles or terms"
+"""Scratch that the tiles of attention and the terms of a head share: both are large, and a head runs when attention is
+over."""
+
+
 def aligned(n_bytes: int) -> int:
     return -(-n_bytes // ALIGN) * ALIGN
 

@@ -14,6 +14,7 @@ from strata.gpu.embed import embed, tables
 from strata.gpu.experts_op import lower_experts, multiply
 from strata.gpu.float_gemv import FloatMatrix, float_gemv
 from strata.gpu.lower import Lowering
+from strata.gpu.memory import TILES_OR_TERMS
 from strata.gpu.qsa_append import KvSlots
 
 NGRAM_LIMIT_NS = 30_000_000_000
@@ -214,7 +215,7 @@ def _qsa_attend(c: Lowering, op: Op) -> None:
     k = op.consts
     c.join()
     size = qsa_attend.part_bytes(c.T, k["H"], k["dh"], c.context, k["block"], k["budget"])
-    parts = c.scratch("qsa.parts", size)
+    parts = c.scratch(TILES_OR_TERMS, size)
     c.add(
         qsa_attend.qsa_attend(
             c.at(op, "q"),

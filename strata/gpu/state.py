@@ -77,6 +77,20 @@ class DeviceState:
 
     # ---- to and from the host
 
+    def read_cells(self, name: str, n: int) -> np.ndarray:
+        """A copy of the first n entries of a cells buffer."""
+        b = self.buffers[name]
+        out = np.empty((n, *b.shape[1:]), b.dtype)
+        self._device.download(self.addresses_of[name], out)
+        return out
+
+    def write_cells(self, name: str, values: np.ndarray) -> None:
+        """Set the first entries of a cells buffer."""
+        b = self.buffers[name]
+        good = values.shape[1:] == tuple(b.shape[1:]) and len(values) <= b.shape[0] and values.dtype == b.dtype
+        need(good, f"cells of {name}", found=f"{values.dtype} {values.shape}", needed=f"{b.dtype} {b.shape}")
+        self._device.upload(self.addresses_of[name], np.ascontiguousarray(values))
+
     def export(self) -> State:
         """The same session as a host state."""
         out = State(self.buffers.values())

@@ -1,25 +1,31 @@
 """Weights on the device: float matrices as they are, quantised ones relaid, small vectors widened to float32.
 
-Addresses exist before anything is uploaded: `place` notes a tensor in the measuring pass, `allocate` takes one piece
-of memory for all of them, `upload` fills it.
+Addresses exist before anything is uploaded: asking for a tensor in the measuring pass notes it, `allocate` takes one
+piece of memory for all of them, `upload` fills it. The routed experts of the trunk lie in `slots`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from strata.base.errors import ModelError
 from strata.gpu.device import Device
-from strata.gpu.gemv import relayout, relayout_bytes
+from strata.gpu.gemv import Place, relayout_bytes
 from strata.gpu.memory import MADE_UP, aligned
+from strata.gpu.slots import ExpertSlots, ExpertSource
+from strata.gpu.upload import Uploader
 from strata.pack.experts import ExpertLayout
 from strata.pack.formats import BlockFormat
+from strata.pack.tensor_class import DRAFT, EXPERTS, classify, vram_line
 from strata.pack.tensors import Tensors
 
 DRAFT_EXPERTS = ("mtp.ffn_gate_exps.weight", "mtp.ffn_up_exps.weight", "mtp.ffn_down_exps.weight")
 """Experts of the draft layer, whose number is that of the layers."""
+
+HEAD, DRAFT_HEAD = "output.weight", "mtp.output.weight"
 
 
 @dataclass(frozen=True)
@@ -35,20 +41,34 @@ class Matrix:
 
 
 @dataclass(frozen=True)
+class _Part:
+    """An array to upload, `at` bytes behind the start of its piece: in the layout of `format`, or as it is."""
+
+    data: np.ndarray
+    format: BlockFormat | None = None
+    at: int = 0
+
+
+@dataclass(frozen=True)
 class _Piece:
-    """Something to upload: n_bytes at offset `at` of the memory, made by calling data()."""
+    """Something to upload: n_bytes at offset `at` of the memory, made by calling parts()."""
 
     at: int
     n_bytes: int
     kind: str
-    data: object
+    parts: Callable[[], Iterable[_Part]]
+    key: tuple
 
 
 class Weights:
-    """Everything that tensor names of programs stand for, in one piece of device memory."""
+    """Everything that tensor names of programs stand for: one piece of device memory, and the slots of experts.
 
-    def __init__(self, tensors: Tensors, experts: ExpertLayout):
+    Without `slots` all experts of the trunk are held.
+    """
+
+    def __init__(self, tensors: Tensors, experts: ExpertLayout, slots: ExpertSlots | None = None):
         self.tensors, self.experts = tensors, experts
+        self.slots = ExpertSlots(experts) if slots is None else slots
         self.measuring = True
         self._places: dict[tuple, int] = {}
         self._pieces: list[_Piece] = []
@@ -57,41 +77,77 @@ class Weights:
 
     # ---- places
 
-    def _address(self, key: tuple, n_bytes: int, kind: str, data) -> int:
+    def _address(self, key: tuple, n_bytes: int, kind: str, parts: Callable[[], Iterable[_Part]]) -> int:
         if key not in self._places:
             assert self.measuring, f"{key} was not asked for in the measuring pass"
             self._places[key] = self._end
-            self._pieces.append(_Piece(self._end, n_bytes, kind, data))
+            self._pieces.append(_Piece(self._end, n_bytes, kind, parts, key))
             self._end += aligned(n_bytes)
         return self._places[key] + self._base
 
     @property
     def n_bytes(self) -> int:
-        return self._end - MADE_UP
+        """Device bytes of everything, slots included."""
+        return self._end - MADE_UP + self.slots.n_bytes
 
     def bytes_by_kind(self) -> dict[str, int]:
         """Device bytes of matrices, experts, lookup rows, vectors and tables."""
-        total: dict[str, int] = {}
+        total: dict[str, int] = {"experts": self.slots.n_bytes - self.slots.table_bytes}
+        total["tables"] = self.slots.table_bytes
         for p in self._pieces:
             total[p.kind] = total.get(p.kind, 0) + aligned(p.n_bytes)
         return total
 
-    def allocate(self, device: Device) -> None:
-        self.measuring = False
-        self._base = device.alloc(self.n_bytes) - MADE_UP
-
-    def upload(self, device: Device) -> None:
-        """Fill the memory; every piece is made, uploaded and dropped."""
+    def bytes_by_line(self) -> dict[str, int]:
+        """The same by lines of a plan."""
+        table = self.slots.table_bytes
+        total = {vram_line(EXPERTS): self.slots.n_bytes - table, "small tables": table}
         for p in self._pieces:
-            data = np.ascontiguousarray(p.data())
-            assert data.nbytes == p.n_bytes, (data.nbytes, p)
-            device.upload(p.at + self._base, data)
+            line = self._line_of(p)
+            total[line] = total.get(line, 0) + aligned(p.n_bytes)
+        return total
+
+    def _line_of(self, p: _Piece) -> str:
+        name = p.key[0]
+        if p.kind == "tables" or p.key[1] == "expert scales":
+            return "RoPE table" if name == "rope" else "small tables"
+        if isinstance(name, int):
+            return vram_line(EXPERTS if name < self.experts.n_layers else DRAFT)
+        return vram_line(classify(name))
+
+    def allocate(self, device: Device, uploader: Uploader, source: ExpertSource) -> None:
+        """Take the memory; `source` has the bytes of the trunk's experts. DoesNotFit if the device has less."""
+        self.measuring = False
+        self._base = device.alloc(self._end - MADE_UP) - MADE_UP
+        self.slots.allocate(device, uploader, source)
+
+    def upload(self, uploader: Uploader, order: Iterable[tuple[int, int]] | None = None) -> None:
+        """Fill the memory, and the slots by rank; waits. Every piece is made, uploaded and dropped.
+
+        Without an order, slots that kernels read through the table are left to whoever swaps.
+        """
+        for p in self._pieces:
+            for part in p.parts():
+                assert part.at + part.data.nbytes <= p.n_bytes or part.format, p
+                target = p.at + self._base + part.at
+                if part.format is None:
+                    uploader.raw(target, part.data)
+                else:
+                    uploader.matrix(part.format, target, part.data)
+        uploader.finish()
+        if order is not None or not self.slots.by_table:
+            self.slots.fill(order)
+
+    def release(self) -> None:
+        """Let go of what was uploaded; places stay."""
+        self._pieces = [replace(p, parts=list) for p in self._pieces]
+        self.tensors = self.tensors.without_data()
 
     # ---- what ops ask for
 
     def array(self, name: str, kind: str, array: np.ndarray) -> int:
         """Address of a host array that is the same for all programs."""
-        return self._address((name, kind), array.nbytes, kind, lambda: array)
+        return self._address((name, kind), array.nbytes, kind, lambda: [_Part(array)])
 
     def place_of(self, name: str, kind: str) -> int:
         """Address of an `array` that was asked for before."""
@@ -100,7 +156,7 @@ class Weights:
     def vector(self, name: str, transposed: bool = False) -> int:
         """Address of a small tensor as float32; refuses values that are not finite, which no window could survive."""
 
-        def values() -> np.ndarray:
+        def values() -> list[_Part]:
             v = self.tensors.values(name)
             if not np.isfinite(v).all():
                 bad = int(np.argmin(np.isfinite(v.reshape(-1))))
@@ -110,7 +166,7 @@ class Weights:
                     needed="finite numbers",
                     advice="The file is damaged: download it again.",
                 )
-            return np.ascontiguousarray(v.T if transposed else v, np.float32)
+            return [_Part(np.ascontiguousarray(v.T if transposed else v, np.float32))]
 
         n_bytes = 4 * int(np.prod(self.tensors.info(name).shape))
         return self._address((name, "vector", transposed), n_bytes, "vectors", values)
@@ -127,20 +183,24 @@ class Weights:
         info = self.tensors.info(name)
         rows, columns = info.shape
         n_bytes = rows * info.format.row_bytes(columns)
-        at = self._address((name, "rows"), n_bytes, "lookup rows", lambda: self._raw(name))
+        at = self._address((name, "rows"), n_bytes, "lookup rows", lambda: [_Part(self._raw(name))])
         return Matrix(name, info.format, rows, columns, info.format.row_bytes(columns), at)
 
     def matrix(self, name: str) -> Matrix:
         """A 2-D tensor, or a vector as a matrix of one row, for products."""
+        if name == DRAFT_HEAD and self._is_whole_head():
+            name = HEAD
         info = self.tensors.info(name)
         rows, columns = info.shape if len(info.shape) == 2 else (1, info.shape[0])
         format, row_bytes = info.format, info.format.row_bytes(columns)
-        if format.group:
-            n_bytes = relayout_bytes(format, rows, columns)
-            at = self._address((name, "matrix"), n_bytes, "matrices", lambda: relayout(format, self._raw(name)))
-        else:
-            at = self._address((name, "matrix"), rows * row_bytes, "matrices", lambda: self._raw(name))
+        relaid = format if format.group else None
+        n_bytes = relayout_bytes(format, rows, columns) if relaid else rows * row_bytes
+        at = self._address((name, "matrix"), n_bytes, "matrices", lambda: [_Part(self._raw(name), relaid)])
         return Matrix(name, format, rows, columns, row_bytes, at)
+
+    def _is_whole_head(self) -> bool:
+        """Whether drafts are scored on all rows of the head, which then lies on the device once."""
+        return self.tensors.info(DRAFT_HEAD).shape == self.tensors.gguf.info(HEAD).shape
 
     # ---- experts
 
@@ -152,25 +212,26 @@ class Weights:
     def expert_format(self, layer: int, part: int) -> BlockFormat:
         return self.tensors.info(self.expert_names(layer)[part]).format
 
-    def _expert_raw(self, layer: int, e: int, part: int, rows: int) -> np.ndarray:
+    def expert_place(self, layer: int, part: int, E: int, rows: int, columns: int) -> Place:
+        """Where kernels find gate (0), up (1) or down (2) of a layer's E experts, each (rows, columns)."""
         if layer < self.experts.n_layers:
-            return self.experts.raw(layer, e, ("gate", "up", "down")[part])
-        return self._raw(DRAFT_EXPERTS[part])[e * rows : (e + 1) * rows]
+            p = self.experts.layers[layer].projections[part]
+            assert (E, rows, columns) == (self.experts.E, p.rows, p.columns)
+            return self.slots.matrices(layer, part)
+        return Place(*self._draft_experts(layer, part, E, rows, columns))
 
-    def expert_matrices(self, layer: int, part: int, E: int, rows: int, columns: int) -> tuple[int, int]:
-        """(address of expert 0's matrix, bytes from expert to expert) of gate (0), up (1) or down (2)."""
+    def _draft_experts(self, layer: int, part: int, E: int, rows: int, columns: int) -> tuple[int, int]:
+        """(address of expert 0's matrix, bytes from expert to expert)."""
         format = self.expert_format(layer, part)
         one = relayout_bytes(format, rows, columns) if format.group else rows * format.row_bytes(columns)
         stride = aligned(one)
 
-        def data() -> np.ndarray:
-            out = np.zeros((E, stride), np.uint8)
+        def parts() -> Iterable[_Part]:
+            raw = self._raw(DRAFT_EXPERTS[part])
             for e in range(E):
-                raw = np.ascontiguousarray(self._expert_raw(layer, e, part, rows))
-                out[e, :one] = (relayout(format, raw) if format.group else raw).reshape(-1)
-            return out
+                yield _Part(raw[e * rows : (e + 1) * rows], format if format.group else None, e * stride)
 
-        return self._address((layer, "experts", part), E * stride, "experts", data), stride
+        return self._address((layer, "experts", part), E * stride, "experts", parts), stride
 
     def expert_scales(self, layer: int) -> tuple[int, int, int]:
         """Addresses of (E,) float32 output factors of gate, up and down; zeros where the file has none."""
@@ -179,10 +240,10 @@ class Weights:
         E = self.experts.E
         stride = aligned(4 * E)
 
-        def data() -> np.ndarray:
+        def parts() -> list[_Part]:
             out = np.zeros((3, stride // 4), np.float32)
             out[:, :E] = self.experts.scales(layer)
-            return out
+            return [_Part(out)]
 
-        at = self._address((layer, "expert scales"), 3 * stride, "vectors", data)
+        at = self._address((layer, "expert scales"), 3 * stride, "vectors", parts)
         return at, at + stride, at + 2 * stride

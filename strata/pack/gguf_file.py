@@ -189,6 +189,21 @@ class GgufFile:
         if n_bytes > 0:
             self._mappings[tensor.shard].madvise(option, start, n_bytes)
 
+    def check_sizes(self) -> None:
+        """FileError naming a shard whose file is shorter or longer than when it was opened.
+
+        Reading pages of a mapping that the file no longer has ends the process, so look before long reads.
+        """
+        self._need_open()
+        for shard, mapping in zip(self.shards, self._mappings, strict=True):
+            if (found := mapping.size()) != shard.file_bytes:
+                raise FileError(
+                    f"'{shard.path}' changed while it was in use",
+                    found=f"{found} bytes",
+                    needed=f"{shard.file_bytes} bytes, as when it was opened",
+                    advice="Load the model again when the file is complete.",
+                )
+
     def _present(self, name: str) -> TensorInfo:
         self._need_open()
         tensor = self.info(name)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +41,10 @@ class DraftLayer:
     @property
     def head_rows(self) -> int:
         return self.tensors["mtp.output.weight"].shape[0]
+
+    def without_tensors(self) -> DraftLayer:
+        """What is left to know once a backend has copied the tensors."""
+        return replace(self, tensors={})
 
 
 def draft_head(gguf: GgufFile, vocabulary: np.ndarray | None) -> HeldTensor:

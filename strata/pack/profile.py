@@ -67,7 +67,7 @@ def read_profile(path: str | Path, n_layers: int, n_experts: int) -> ExpertProfi
             f"'{path}' is a profile of another model",
             found=f"{layers} layers x {experts} experts",
             needed=f"{n_layers} layers x {n_experts} experts",
-            advice="Run `strata calibrate` for this model, or leave the profile out.",
+            advice="Make one for this model with `strata profile`, or leave the profile out.",
         )
     size = _HEAD.size + 4 * n + 4 * layers * experts
     if n > layers * experts:

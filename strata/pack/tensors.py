@@ -69,6 +69,15 @@ class Tensors:
             return t.format.dequantise(t.data).reshape(t.shape)
         return self.gguf.values(name)
 
+    def without_data(self) -> Tensors:
+        """The same records without the memory of held tensors, once it was copied elsewhere."""
+        held = {}
+        for name, t in self.held.items():
+            row = np.zeros(t.data.shape[1], np.uint8)
+            empty = np.lib.stride_tricks.as_strided(row, t.data.shape, (0, 1), writeable=False)
+            held[name] = HeldTensor(name, t.shape, t.ggml_type, empty, row, mapped=True)
+        return Tensors(self.gguf, held)
+
     @property
     def held_bytes(self) -> int:
         """Memory that held tensors take; those in a mapping take none."""

@@ -14,6 +14,7 @@ from strata.pack.gguf_file import GgufFile
 from strata.pack.mtp import canonical, hf, nextn, rt
 from strata.pack.mtp.contents import EXPERTS, NORM, PARTS, PROJECTION, VECTORS, DraftShape, need_model
 from strata.pack.mtp_files import FORMS, VOCABULARY, find_draft, read_vocabulary
+from strata.planner.vram_bytes import aligned, matrix_bytes, relaid_bytes
 
 CONVERTED = "Q8_0"
 """Format that projections and experts of a safetensors checkpoint are brought to."""
@@ -55,13 +56,16 @@ class DraftTensor:
 class DraftFacts:
     """Bytes of the draft layer, besides its K and V.
 
-    dense_bytes, experts_bytes   its weights, as VRAM would hold them
+    dense_bytes, experts_bytes   its weights, as its files hold them
+    vram_bytes     the same in VRAM: every tensor aligned, vectors in float32
     memory_bytes, mapped_bytes   of them, on the CPU: converted or copied, and pages of the draft layer's own files
     in_model_bytes               of them, on the CPU: pages of the model's file, which other lines count already
     head_bytes     copied rows of the head with their token ids; 0: the head itself is used
     vocabulary     rows of the head that drafts are scored on
     vector_bytes   norms widened to float32
+    vram_head_bytes  copied rows of the head in VRAM, without their ids
     private_bytes  what the CPU backend's ops ask for besides the programs' buffers, with the draft layer's programs
+    gpu_private_bytes   the same of the GPU backend, without what grows with the context
     source         a file or folder, or "standard form" for a draft layer that is not here
     """
 
@@ -75,6 +79,9 @@ class DraftFacts:
     in_model_bytes: int = 0
     vector_bytes: int = 0
     private_bytes: int = 0
+    gpu_private_bytes: int = 0
+    vram_bytes: int = 0
+    vram_head_bytes: int = 0
 
     @property
     def is_standard(self) -> bool:
@@ -184,7 +191,13 @@ def head_bytes(g: Geometry, head_row_bytes: int, rows: int) -> int:
 
 
 def facts_of_tensors(
-    g: Geometry, tensors: list[DraftTensor], head_row_bytes: int, rows: int, private_bytes: int, source: str
+    g: Geometry,
+    tensors: list[DraftTensor],
+    head_row_bytes: int,
+    rows: int,
+    private_bytes: int,
+    source: str,
+    gpu_private_bytes: int = 0,
 ) -> DraftFacts:
     """Facts of a draft layer whose tensors are known. rows: of the head that drafts are scored on."""
     at = {place: sum(t.n_bytes for t in tensors if t.place == place) for place in (MEMORY, MAPPED, MODEL)}
@@ -200,12 +213,31 @@ def facts_of_tensors(
         in_model_bytes=at[MODEL],
         vector_bytes=vector_bytes(g),
         private_bytes=private_bytes,
+        gpu_private_bytes=gpu_private_bytes,
+        vram_bytes=_vram_bytes(g, tensors),
+        vram_head_bytes=relaid_bytes(rows, head_row_bytes) if rows < g.V else 0,
     )
+
+
+def _vram_bytes(g: Geometry, tensors: list[DraftTensor]) -> int:
+    widened, total = set(_vectors(g)), 0
+    for t in tensors:
+        if t.name in widened:
+            total += aligned(4 * prod(t.shape))
+        else:
+            *stack, rows, _ = (1, *t.shape)[-3:] if len(t.shape) < 3 else t.shape
+            total += prod(stack) * matrix_bytes(t.format, rows, t.row_bytes)
+    return total
+
+
+def _vectors(g: Geometry) -> dict[str, int]:
+    """Name -> values of the draft layer's norms; the shared expert's gate is a matrix of one row."""
+    return {n.name: prod(n.shape) for n in draft_needs(g) if n.use == VECTOR and "shexp" not in n.name}
 
 
 def vector_bytes(g: Geometry) -> int:
     """Norms of the draft layer as float32; the shared expert's gate is read where it lies."""
-    return 4 * sum(prod(n.shape) for n in draft_needs(g) if n.use == VECTOR and "shexp" not in n.name)
+    return 4 * sum(_vectors(g).values())
 
 
 def standard_facts(
@@ -214,6 +246,7 @@ def standard_facts(
     vocabulary: int | None = None,
     private_bytes: int = 0,
     expert_type: str = "Q2_0",
+    gpu_private_bytes: int = 0,
 ) -> DraftFacts:
     """The draft layer in its usual form: Q8_0 projections, BF16 hyper-connections and router, F32 norms,
     `expert_type` experts.
@@ -222,7 +255,8 @@ def standard_facts(
     smaller.
     """
     rows = min(vocabulary if vocabulary is not None else DRAFT_VOCABULARY, g.V)
-    return facts_of_tensors(g, standard_tensors(g, expert_type), head_row_bytes, rows, private_bytes, STANDARD)
+    tensors = standard_tensors(g, expert_type)
+    return facts_of_tensors(g, tensors, head_row_bytes, rows, private_bytes, STANDARD, gpu_private_bytes)
 
 
 def draft_source(gguf: GgufFile, draft: object) -> Path | str | None:

@@ -4,36 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from pathlib import Path
 
 from strata.arch.flash_next.contract import VECTOR, required_tensors
 from strata.base.geometry import Geometry
 from strata.pack.experts import expert_layout
+from strata.pack.formats import by_name
 from strata.pack.gguf_file import GgufFile, TensorInfo
+from strata.pack.tensor_class import DENSE_CLASSES, DRAFT, EMBEDDING, HEAD, NGRAM_TABLE, classify
 from strata.planner.draft import DraftFacts
+from strata.planner.vram_bytes import aligned, matrix_bytes
 
-EMBEDDING, HEAD, EXPERTS, NGRAM_TABLE, DRAFT = "embedding", "head", "experts", "n-gram table", "draft layer"
-DENSE_CLASSES = (
-    "hyper-connections",
-    "GDN",
-    "attention",
-    "indexer",
-    "router",
-    "shared experts",
-    "n-gram block",
-    "other",
-)
-"""Classes of the trunk's dense weights, in the order of the plan."""
 
 @dataclass(frozen=True)
 class WeightClass:
-    """Dense weights of one kind. read_bytes are read for each token; by_type and rows_by_type map the ggml type name to
-    bytes and to rows of matrices (vectors and convolutions have none)."""
+    """Dense weights of one kind. vram_bytes: what they take on a GPU, every tensor aligned and vectors in float32;
+    read_bytes are read for each token; by_type and rows_by_type map the ggml type name to bytes and to rows of matrices
+    (vectors and convolutions have none)."""
 
     name: str
     n_tensors: int
     n_bytes: int
+    vram_bytes: int
     read_bytes: int
     by_type: Mapping[str, int]
     rows_by_type: Mapping[str, int]
@@ -50,6 +44,8 @@ class ModelFacts:
     mapped_bytes   all tensors, the n-gram table included
     vector_bytes   norms, other small vectors and experts' factors, widened to float32
     cpu_private_bytes   what the CPU backend's ops ask for besides the programs' buffers
+    gpu_private_bytes   the same of the GPU backend, without what grows with the context
+    scaled_layers  layers whose experts have output factors
     missing_bytes  what a truncated file lacks
     """
 
@@ -69,6 +65,8 @@ class ModelFacts:
     mapped_bytes: int
     vector_bytes: int
     cpu_private_bytes: int = 0
+    gpu_private_bytes: int = 0
+    scaled_layers: int = 0
     missing_bytes: int = 0
     n_shards: int = 1
     draft: DraftFacts | None = None
@@ -78,6 +76,14 @@ class ModelFacts:
     def experts_bytes(self) -> int:
         """Bytes of all routed experts."""
         return self.geometry.E * sum(self.expert_bytes)
+
+    @cached_property
+    def slot_bytes(self) -> tuple[int, ...]:
+        """VRAM of one expert by layer: its three matrices."""
+        return tuple(
+            sum(matrix_bytes(by_name(kind), rows, n_bytes // rows) for kind, n_bytes, rows in layer)
+            for layer in self.expert_parts
+        )
 
     @property
     def n_pairs(self) -> int:
@@ -109,46 +115,21 @@ class ModelFacts:
         return ", ".join(f"{k} x{counts[k]}" if len(order) > 1 else k for k in order)
 
 
-def classify(name: str) -> str:
-    """The weight class of a tensor of the file, by its name."""
-    if name == "token_embd.weight":
-        return EMBEDDING
-    if name == "output.weight":
-        return HEAD
-    if name == "per_layer_token_embd.weight":
-        return NGRAM_TABLE
-    part = name.split(".", 2)[2] if name.startswith("blk.") else name
-    if "_exps." in part:
-        return EXPERTS
-    if part.startswith("nextn."):
-        return DRAFT
-    if part.startswith(("hc_", "output_hc_")):
-        return "hyper-connections"
-    if part.startswith("indexer."):
-        return "indexer"
-    if part.startswith("ffn_gate_inp"):
-        return "router"
-    if "_shexp." in part:
-        return "shared experts"
-    if part.startswith("ple_"):
-        return "n-gram block"
-    if part.startswith(("ssm_", "attn_qkv.", "attn_gate.")):
-        return "GDN"
-    if part.startswith("attn_"):
-        return "attention"
-    return "other"
-
-
-def _weight_class(name: str, tensors: list[TensorInfo], row_lookup: bool = False) -> WeightClass:
+def _weight_class(name: str, tensors: list[TensorInfo], vectors: frozenset[str] = frozenset()) -> WeightClass:
     by_type: dict[str, int] = {}
     rows: dict[str, int] = {}
+    row_lookup, vram = name == EMBEDDING, 0
     for t in tensors:
         kind = t.format.name
         by_type[kind] = by_type.get(kind, 0) + t.n_bytes
         rows[kind] = rows.get(kind, 0) + (t.rows if len(t.shape) > 1 and "conv1d" not in t.name else 0)
+        if t.name in vectors:
+            vram += aligned(4 * prod(t.shape))
+        else:
+            vram += aligned(t.n_bytes) if row_lookup else matrix_bytes(t.format, t.n_bytes // t.row_bytes, t.row_bytes)
     n_bytes = sum(t.n_bytes for t in tensors)
     read = sum(t.row_bytes for t in tensors) if row_lookup else n_bytes
-    return WeightClass(name, len(tensors), n_bytes, read, by_type, rows)
+    return WeightClass(name, len(tensors), n_bytes, vram, read, by_type, rows)
 
 
 def _is_product(name: str) -> bool:
@@ -156,12 +137,19 @@ def _is_product(name: str) -> bool:
     return name.endswith("ffn_gate_inp_shexp.weight")
 
 
-def _vector_bytes(g: Geometry) -> int:
-    return 4 * sum(prod(n.shape) for n in required_tensors(g) if n.use == VECTOR and not _is_product(n.name))
+def _vectors(g: Geometry) -> dict[str, int]:
+    """Name -> bytes in float32 of every small vector."""
+    return {
+        n.name: 4 * prod(n.shape) for n in required_tensors(g) if n.use == VECTOR and not _is_product(n.name)
+    }
 
 
 def model_facts(
-    gguf: GgufFile, geometry: Geometry, cpu_private_bytes: int = 0, draft: DraftFacts | None = None
+    gguf: GgufFile,
+    geometry: Geometry,
+    cpu_private_bytes: int = 0,
+    gpu_private_bytes: int = 0,
+    draft: DraftFacts | None = None,
 ) -> ModelFacts:
     """Facts of an opened file (headers_only suffices); types and sizes are those of the tensors, never assumed.
 
@@ -177,6 +165,8 @@ def model_facts(
     layout = expert_layout(gguf, g.L)
     parts = tuple(tuple((p.format.name, p.n_bytes, p.rows) for p in layer.projections) for layer in layout.layers)
     table = classes.get(NGRAM_TABLE, [])
+    vectors = _vectors(g)
+    names = frozenset(vectors)
     head = _weight_class(HEAD, classes.get(HEAD, []))
     scaled = sum(any(p.scale is not None for p in layer.projections) for layer in layout.layers)
     notes = []
@@ -186,8 +176,8 @@ def model_facts(
         name=_model_name(gguf),
         path=str(gguf.path),
         geometry=g,
-        dense=tuple(_weight_class(name, classes[name]) for name in DENSE_CLASSES if name in classes),
-        embedding=_weight_class(EMBEDDING, classes.get(EMBEDDING, []), row_lookup=True),
+        dense=tuple(_weight_class(name, classes[name], names) for name in DENSE_CLASSES if name in classes),
+        embedding=_weight_class(EMBEDDING, classes.get(EMBEDDING, [])),
         head=head,
         expert_bytes=tuple(layer.blob_bytes for layer in layout.layers),
         expert_types=tuple(tuple(kind for kind, _, _ in layer) for layer in parts),
@@ -197,8 +187,10 @@ def model_facts(
         ngram_rows=table[0].rows if table else 0,
         file_bytes=sum(s.file_bytes for s in gguf.shards) + gguf.missing_bytes,
         mapped_bytes=gguf.total_bytes,
-        vector_bytes=_vector_bytes(g) + scaled * 3 * g.E * 4,
+        vector_bytes=sum(vectors.values()) + scaled * 3 * g.E * 4,
         cpu_private_bytes=cpu_private_bytes,
+        gpu_private_bytes=gpu_private_bytes,
+        scaled_layers=scaled,
         missing_bytes=gguf.missing_bytes,
         n_shards=len(gguf.shards) + len(gguf.missing_shards),
         draft=draft,

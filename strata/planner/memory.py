@@ -32,11 +32,12 @@ from strata.planner.estimate import disk_reads, estimate_cpu, estimate_gpu, resi
 from strata.planner.facts import ModelFacts, model_facts
 from strata.planner.machine import Gpu, Machine
 from strata.planner.missing import assume_table
-from strata.planner.needs import priced_programs
+from strata.planner.needs import PREFILL, priced_programs
 from strata.planner.options import DRAFTS, PlanOptions, make_options
 from strata.planner.pricing import Priced, default_threads, draft_of, largest_context, price
 from strata.planner.rates import CpuCosts
 from strata.planner.remedies import remedies, slots_per_gib
+from strata.planner.vram_bytes import private_bytes
 
 SHOWN_CONTEXT = 4096
 """Context of a plan for which no context fits: something must be shown."""
@@ -49,7 +50,7 @@ def choose_device(machine: Machine, o: PlanOptions) -> Gpu | None:
     if o.device == "cpu" or (o.device == "auto" and not machine.gpus):
         _check_cpu(machine, o)
         return None
-    index = 0 if o.device == "auto" else int(o.device[5:])
+    index = int(o.device.partition(":")[2] or 0)
     if index >= len(machine.gpus):
         raise BadArgument(
             f"device {o.device!r} is not there",
@@ -219,8 +220,9 @@ def read_facts(path: str | Path, draft: object = "off") -> ModelFacts:
 def facts_of(gguf: GgufFile, geometry: Geometry, draft: Path | str | None = None) -> ModelFacts:
     """Facts of an opened and checked file. draft: source of its draft layer, STANDARD for one that is not here."""
     layout = expert_layout(gguf, geometry.L)
+    on_cpu, on_gpu = cpu_private_bytes(gguf, geometry, layout), gpu_private_bytes(gguf, geometry, layout)
     if draft is None:
-        return model_facts(gguf, geometry, cpu_private_bytes(gguf, geometry, layout))
+        return model_facts(gguf, geometry, on_cpu, on_gpu)
     if draft == STANDARD:
         tensors, rows = standard_tensors(geometry), min(DRAFT_VOCABULARY, geometry.V)
     else:
@@ -229,8 +231,9 @@ def facts_of(gguf: GgufFile, geometry: Geometry, draft: Path | str | None = None
     scored = DraftTensor("mtp.output.weight", (rows, geometry.D), head.format, MODEL)
     held = {t.name: t for t in (*tensors, scored)}
     private = cpu_private_bytes(gguf, geometry, layout, held, rows)
-    found = facts_of_tensors(geometry, tensors, head.row_bytes, rows, private, str(draft))
-    return model_facts(gguf, geometry, cpu_private_bytes(gguf, geometry, layout), found)
+    with_gpu = gpu_private_bytes(gguf, geometry, layout, held, rows)
+    found = facts_of_tensors(geometry, tensors, head.row_bytes, rows, private, str(draft), with_gpu)
+    return model_facts(gguf, geometry, on_cpu, on_gpu, found)
 
 
 def cpu_private_bytes(
@@ -246,6 +249,19 @@ def cpu_private_bytes(
     for program in programs:
         Lowering(program, memory, weights, 0, 1, 0).run()
     return sum(memory.private_bytes.values())
+
+
+def gpu_private_bytes(
+    gguf: GgufFile,
+    geometry: Geometry,
+    layout: ExpertLayout,
+    held: Mapping[str, DraftTensor] | None = None,
+    draft_rows: int = 0,
+) -> int:
+    """The same of the GPU backend, without what grows with the context."""
+    tensors, programs = Tensors(gguf, held), priced_programs(geometry, draft_rows)
+    windows = [p for i, p in enumerate(programs) if i != PREFILL]
+    return private_bytes(windows, lambda name: tensors.info(name).format, layout)
 
 
 def plan_file(path: str | Path, *, machine: Machine | None = None, measure: bool = False, **options: object) -> Plan:

@@ -11,15 +11,18 @@ from functools import lru_cache
 from pathlib import Path
 
 from strata.arch.flash_next import mtp, program
+from strata.base.doorbell import Mailbox
 from strata.base.geometry import CELL_ROWS, WINDOW_ROWS, Geometry
 from strata.base.plan import MIB, PlanLine
 from strata.base.program import Buffer, Program
+from strata.pack.grids import GRID, SIGNS
 from strata.pack.ngram_rows import WAYS
+from strata.pack.tensor_class import vram_line
 from strata.planner import state_bytes as state
+from strata.planner import vram_bytes
 from strata.planner.draft import DraftFacts
 from strata.planner.facts import ModelFacts
-
-ALIGNMENT = 256
+from strata.planner.vram_bytes import aligned
 
 CUDA_CONTEXT_BYTES = 352 * MIB
 """What the driver keeps for a process with one context, before any allocation of ours."""
@@ -30,17 +33,15 @@ MODULE_BYTES = 32 * MIB
 GRAPH_NODE_BYTES = 1024
 GRAPH_NODES_PER_LAYER = 16
 
-ATTENTION_TILE = 64
-"""Cells of one attention tile; a window keeps every tile's maximum, sum and output until they are merged."""
-
 RING_BYTES = 384 * 1_382_400
 """Ring of experts on their way to a prefill chunk, from chunks of 1,024 rows up."""
 
 RING_FROM_ROWS = 1024
 
-PREFILL_WORKSPACE_BYTES = 128 * MIB
+UPLOAD_RING_BYTES, UPLOAD_MAP_BYTES = 32 * MIB, 2 * MIB
+"""Bytes on their way to the device, on either side, and the tables by which its kernels relay them."""
 
-EXCHANGE_DEPTH = 4
+PREFILL_WORKSPACE_BYTES = 128 * MIB
 
 EXPERT_PLACE_BYTES = 3 * 8
 """Addresses of one expert's projections."""
@@ -50,6 +51,9 @@ LOOKUP_TOKENS, LOOKUP_TOKEN_BYTES = 1 << 18, 24
 
 STACK_BYTES = 1 << 20
 """What a thread touches of its stack, generously."""
+
+INBOX_BYTES = 256
+"""Tokens, positions and the like of a window."""
 
 DRAFT_QUEUE_ROWS = 64
 """Rows that may wait for the draft layer."""
@@ -67,8 +71,8 @@ class HostNeeds:
     threads: int
 
 
-def _up(n_bytes: int) -> int:
-    return -(-n_bytes // ALIGNMENT) * ALIGNMENT
+PREFILL = 3
+"""Place of the chunk program among the priced ones."""
 
 
 @lru_cache(maxsize=16)
@@ -100,7 +104,7 @@ def program_buffers(g: Geometry, prefill: bool, draft_rows: int = 0) -> tuple[Bu
     programs and the draft layer's."""
     programs = priced_programs(g, draft_rows)
     found: dict[str, Buffer] = {}
-    for one in programs[3:4] if prefill else programs[:3] + programs[4:]:
+    for one in programs[PREFILL : PREFILL + 1] if prefill else programs[:PREFILL] + programs[PREFILL + 1 :]:
         for buffer in one.buffers.values():
             known = found.get(buffer.name)
             if buffer.role in ("scratch", "io") and buffer.name != "logits":
@@ -108,8 +112,16 @@ def program_buffers(g: Geometry, prefill: bool, draft_rows: int = 0) -> tuple[Bu
     return tuple(found.values())
 
 
+@lru_cache(maxsize=64)
+def attention_shapes(g: Geometry, draft_rows: int = 0) -> frozenset[tuple[int, int, int, int, int]]:
+    """Attentions of windows and of the draft layer; see `vram_bytes.attention_shapes`."""
+    programs = priced_programs(g, draft_rows)
+    return vram_bytes.attention_shapes(programs[:PREFILL] + programs[PREFILL + 1 :])
+
+
+@lru_cache(maxsize=64)
 def window_program_bytes(g: Geometry, draft_rows: int = 0) -> int:
-    return sum(_up(b.n_bytes) for b in program_buffers(g, False, draft_rows))
+    return sum(aligned(b.n_bytes) for b in program_buffers(g, False, draft_rows))
 
 
 def chunk_program_bytes(g: Geometry, rows: int) -> int:
@@ -123,30 +135,11 @@ def ngram_cache_bytes(rows: int, table_rows: int, row_bytes: int) -> int:
     return sets * (WAYS * (8 + 1 + row_bytes) + 1)
 
 
-def expert_scratch_bytes(g: Geometry, rows: int) -> int:
-    """Intermediate values of the routed and shared experts of `rows` rows, and the exact sums they are combined in."""
-    entries = rows * (g.K + 1)
-    width = max(g.F, g.shared_width)
-    return _up(entries * 3 * width * 4) + _up(rows * g.D * 8) + _up(rows * g.D * 2)
-
-
-def select_scratch_bytes(g: Geometry, rows: int, context: int) -> int:
-    """Scores of every block of the context for each row."""
-    return _up(rows * (context // g.block_cells) * 4) if g.block_cells else 0
-
-
-def attention_scratch_bytes(g: Geometry, rows: int, context: int) -> int:
-    """Partial results of the attention tiles of `rows` rows; dense attention has tiles over the whole context."""
-    cells = g.budget_cells + g.block_cells if g.block_cells else context
-    tiles = -(-min(cells, context) // ATTENTION_TILE)
-    return _up(rows * g.H * tiles * (g.dh + 2) * 4)
-
-
-def gpu_window_bytes(g: Geometry, context: int, draft_rows: int = 0) -> int:
-    """Everything a window of the widest size writes in VRAM besides state and logits."""
-    t = WINDOW_ROWS
-    inner = expert_scratch_bytes(g, t) + select_scratch_bytes(g, t, context) + attention_scratch_bytes(g, t, context)
-    return window_program_bytes(g, draft_rows) + inner
+def gpu_window_bytes(g: Geometry, context: int, draft_rows: int = 0, private_bytes: int = 0) -> int:
+    """Everything a window of the widest size writes in VRAM besides state and logits, and what a cell of a prompt adds
+    that is read as windows. private_bytes: what ops ask for besides, without what grows with the context."""
+    inner = private_bytes + vram_bytes.context_bytes(g, attention_shapes(g, draft_rows), context)
+    return window_program_bytes(g, draft_rows) + inner + vram_bytes.stream_bytes(g) + vram_bytes.OUTBOX_BYTES
 
 
 def prefill_bytes(g: Geometry, rows: int, max_expert_bytes: int) -> int:
@@ -157,7 +150,7 @@ def prefill_bytes(g: Geometry, rows: int, max_expert_bytes: int) -> int:
         return 0
     gathered = rows * (g.K + 1) * (g.D + 3 * max(g.F, g.shared_width)) * 2
     ring = max(RING_BYTES // max_expert_bytes, 1) * max_expert_bytes if rows >= RING_FROM_ROWS else 0
-    return chunk_program_bytes(g, rows) + _up(gathered) + PREFILL_WORKSPACE_BYTES + ring
+    return chunk_program_bytes(g, rows) + aligned(gathered) + PREFILL_WORKSPACE_BYTES + ring
 
 
 def session_lines(g: Geometry, context: int, kv: str, sessions: int, device: str) -> list[PlanLine]:
@@ -192,12 +185,17 @@ def gpu_weight_lines(m: ModelFacts) -> list[PlanLine]:
     lines = []
     for c in (*m.dense, m.embedding):
         kinds = sorted(c.by_type, key=lambda k: -c.by_type[k])
-        lines.append(
-            PlanLine(
-                f"weights: {c.name}", "vram", c.n_bytes + ALIGNMENT * c.n_tensors, "as in the file: " + ", ".join(kinds)
-            )
-        )
+        lines.append(PlanLine(vram_line(c.name), "vram", c.vram_bytes, "as in the file: " + ", ".join(kinds)))
     return lines
+
+
+def gpu_table_bytes(m: ModelFacts) -> int:
+    """Small tables besides the rotations: places and factors of experts, the codebook of the embedding's format."""
+    (kind,) = m.embedding.by_type
+    codebook = sum(aligned(t.nbytes) for t in (GRID[kind], SIGNS)) if kind in GRID else 0
+    g = m.geometry
+    places = aligned(EXPERT_PLACE_BYTES * g.E * g.L)
+    return aligned(WINDOW_ROWS * g.C * 4) + places + codebook + 3 * m.scaled_layers * aligned(4 * g.E)
 
 
 def draft_lines(g: Geometry, draft: DraftFacts, context: int, kv: str, sessions: int, device: str) -> list[PlanLine]:
@@ -205,7 +203,7 @@ def draft_lines(g: Geometry, draft: DraftFacts, context: int, kv: str, sessions:
     model's file are counted with the model's."""
     cells = state.round_context(context)
     on_cpu = device == "ram"
-    layer = draft.memory_bytes if on_cpu else draft.dense_bytes + draft.experts_bytes
+    layer = draft.memory_bytes if on_cpu else draft.vram_bytes
     what = "experts and projections, converted or regrouped" if on_cpu else f"dense weights and {g.E} experts"
     each = f"{sessions} sessions, " if sessions > 1 else ""
     lines = [
@@ -216,7 +214,12 @@ def draft_lines(g: Geometry, draft: DraftFacts, context: int, kv: str, sessions:
             sessions * cells * state.kv_cell_bytes(g, kv),
             f"{each}one attention layer, {cells:,} cells, {kv}",
         ),
-        PlanLine("draft head", device, draft.head_bytes, f"{draft.vocabulary:,} rows of the head"),
+        PlanLine(
+            "draft head",
+            device,
+            draft.head_bytes if on_cpu else draft.vram_head_bytes,
+            f"{draft.vocabulary:,} rows of the head",
+        ),
     ]
     if on_cpu:
         where = "used in place, in the draft layer's own files"
@@ -228,32 +231,42 @@ def gpu_fixed_lines(m: ModelFacts, context: int, kv: str, sessions: int, draft: 
     """VRAM lines in order of allocation, up to the prefill buffers: everything but reserve and expert cache."""
     g = m.geometry
     lines = [
-        PlanLine("CUDA context", "vram", CUDA_CONTEXT_BYTES, "driver's share for this process"),
+        PlanLine("CUDA context", "vram", CUDA_CONTEXT_BYTES, "driver's share for this process", kind="driver"),
         *gpu_weight_lines(m),
     ]
     lines += session_lines(g, context, kv, sessions, "vram")
+    back = "a recurrent state, for chunks that fail"
+    lines.append(PlanLine("way back", "vram", state.recurrent_bytes(g), back))
+    lines.append(PlanLine("small tables", "vram", gpu_table_bytes(m), "places of experts, codebooks"))
     if draft is not None:
         lines += draft_lines(g, draft, context, kv, sessions, "vram")
-    drafted = draft.vocabulary if draft is not None else 0
+    drafted, private = (draft.vocabulary, draft.gpu_private_bytes) if draft else (0, m.gpu_private_bytes)
     lines += [
-        PlanLine("LM head", "vram", m.head.n_bytes + ALIGNMENT, "before the cache: it must never find the card full"),
+        PlanLine("LM head", "vram", m.head.vram_bytes, "before the cache: it must never find the card full"),
         PlanLine(
             "logits",
             "vram",
-            WINDOW_ROWS * (2 * g.V + drafted) * 4,
-            f"{WINDOW_ROWS} rows, unmodified and after penalties",
+            vram_bytes.logits_bytes(g.V),
+            f"{WINDOW_ROWS} rows, as they are and after penalties, and their summaries",
         ),
         PlanLine(
             "window scratch",
             "vram",
-            gpu_window_bytes(g, state.round_context(context), drafted),
+            gpu_window_bytes(g, state.round_context(context), drafted, private),
             f"windows of up to {WINDOW_ROWS} rows",
+        ),
+        PlanLine(
+            "upload staging",
+            "vram",
+            UPLOAD_RING_BYTES + UPLOAD_MAP_BYTES,
+            "raw weights and experts on their way, and how they are relaid",
         ),
         PlanLine(
             "graphs and kernels",
             "vram",
             MODULE_BYTES + WINDOW_ROWS * (g.L + 2) * GRAPH_NODES_PER_LAYER * GRAPH_NODE_BYTES,
             f"{WINDOW_ROWS} graphs; all modules loaded before the cache is sized",
+            kind="driver",
         ),
     ]
     return lines
@@ -287,14 +300,23 @@ def host_lines(m: ModelFacts, context: int, ngram_rows: int, s: HostNeeds) -> li
     return lines
 
 
-def gpu_host_lines(m: ModelFacts, context: int, ngram_rows: int, s: HostNeeds) -> list[PlanLine]:
+def exchange_bytes(g: Geometry, every_expert: bool) -> int:
+    """Pinned memory through which windows and the host talk: n-gram rows, results, full logits, places of experts; and
+    the mailbox of the CPU's experts, unless VRAM holds every expert."""
+    rows = WINDOW_ROWS * g.ngram.width * 4 if g.ngram is not None else 0
+    mailbox = 0 if every_expert else Mailbox(WINDOW_ROWS, g.K, g.D).n_bytes
+    places = EXPERT_PLACE_BYTES * g.E * g.L
+    return rows + mailbox + places + vram_bytes.OUTBOX_BYTES + INBOX_BYTES + WINDOW_ROWS * g.V * 4
+
+
+def gpu_host_lines(m: ModelFacts, context: int, ngram_rows: int, s: HostNeeds, every_expert: bool) -> list[PlanLine]:
     g = m.geometry
-    rows = WINDOW_ROWS * EXCHANGE_DEPTH
-    exchange = rows * (2 * g.D + g.D * 8 + (g.K + 1) * 12) + WINDOW_ROWS * g.V * 4
-    return [
-        *host_lines(m, context, ngram_rows, s),
-        PlanLine("exchange", "ram", exchange, "pinned: rows for the CPU's experts, their results, full logits"),
-    ]
+    lines = host_lines(m, context, ngram_rows, s)
+    if s.draft is not None and s.draft.head_bytes:
+        lines.append(PlanLine("token ids of drafts", "ram", 4 * s.draft.vocabulary, "of the head's rows"))
+    lines.append(PlanLine("upload ring", "ram", UPLOAD_RING_BYTES, "pinned: weights and experts on their way"))
+    what = "n-gram rows, full logits" if every_expert else "rows for the CPU's experts, their results, full logits"
+    return [*lines, PlanLine("exchange", "ram", exchange_bytes(g, every_expert), f"pinned: {what}")]
 
 
 @lru_cache(maxsize=64)

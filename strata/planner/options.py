@@ -21,7 +21,7 @@ class PlanOptions:
     context      cells per session; None = the smaller of trained context and what fits
     sessions     session states allocated at load
     kv           "auto" (f16 up to 8K of context, int8 above), "f16" or "int8"
-    device       "auto" (the first GPU, else the CPU), "cpu" or "cuda:N"
+    device       "auto" (the first GPU, else the CPU), "cpu", "cuda" (the first) or "cuda:N"
     experts      what RAM holds: "mapped" (file pages), "pinned" (all, locked for the GPU), "resident" (what VRAM
                  does not hold), "auto" (the fastest that fits)
     slots        experts held in VRAM: None = what fits, 0 = none, else exactly so many
@@ -63,9 +63,7 @@ class PlanOptions:
         for name, least in (("slots", 0), ("ngram_cache_rows", 0), ("threads", 1), ("draft_vocabulary", 1)):
             _whole(name, getattr(self, name), least)
         kv_format(self.kv, 1)
-        device = self.device if isinstance(self.device, str) else ""
-        ok = device in ("auto", "cpu") or (device.startswith("cuda:") and device[5:].isdigit())
-        need(ok, f"unknown device {self.device!r}", needed="auto, cpu or cuda:N")
+        check_device_name(self.device)
         need(self.experts in EXPERT_MODES, f"unknown expert mode {self.experts!r}", needed=" or ".join(EXPERT_MODES))
         need(self.draft in DRAFTS, f"unknown draft {self.draft!r}", needed=" or ".join(DRAFTS))
         chunk = self.prefill
@@ -79,6 +77,13 @@ class PlanOptions:
         _number("hit_rate", self.hit_rate, 0.0, 1.0)
         for name in ("vram_gib", "ram_gib"):
             _number(name, getattr(self, name), 1 / 1024)
+
+
+def check_device_name(device: object) -> None:
+    """BadArgument unless it is "auto", "cpu", "cuda" or "cuda:N"."""
+    text = device if isinstance(device, str) else ""
+    ok = text in ("auto", "cpu", "cuda") or (text.startswith("cuda:") and text[5:].isdigit())
+    need(ok, f"unknown device {device!r}", needed="auto, cpu, cuda or cuda:N")
 
 
 def _whole(name: str, value: object, least: int, optional: bool = True) -> None:

@@ -12,8 +12,9 @@ from strata.planner.draft import DraftFacts, head_bytes, standard_facts
 from strata.planner.facts import ModelFacts
 from strata.planner.machine import Gpu, Machine
 from strata.planner.options import PlanOptions
-from strata.planner.slots import Allotment, admission_queue, slot_sizes
+from strata.planner.slots import Allotment, admission_queue
 from strata.planner.state_bytes import F16_CONTEXT, kv_format, round_context
+from strata.planner.vram_bytes import relaid_bytes
 
 FLOOR_BYTES, FLOOR_SHARE, FREE_SHARE = 2560 * MIB, 8, 4
 """RAM left to the system and to Python: 2.5 GiB, on small machines an eighth of all, on busy ones a quarter of what is
@@ -75,12 +76,16 @@ def draft_of(m: ModelFacts, o: PlanOptions) -> DraftFacts | None:
         return None
     row_bytes = m.head.n_bytes // m.geometry.V
     if m.draft is None or m.draft.is_standard:
-        private = m.draft.private_bytes if m.draft else m.cpu_private_bytes
-        return standard_facts(m.geometry, row_bytes, o.draft_vocabulary, private)
+        of = m.draft
+        cpu, gpu = (of.private_bytes, of.gpu_private_bytes) if of else (m.cpu_private_bytes, m.gpu_private_bytes)
+        return standard_facts(m.geometry, row_bytes, o.draft_vocabulary, cpu, gpu_private_bytes=gpu)
     if o.draft_vocabulary is None:
         return m.draft
     rows = min(o.draft_vocabulary, m.geometry.V)
-    return replace(m.draft, vocabulary=rows, head_bytes=head_bytes(m.geometry, row_bytes, rows))
+    copied = head_bytes(m.geometry, row_bytes, rows)
+    return replace(
+        m.draft, vocabulary=rows, head_bytes=copied, vram_head_bytes=relaid_bytes(rows, row_bytes) if copied else 0
+    )
 
 
 def _ngram_rows(o: PlanOptions, default: int) -> int:
@@ -118,7 +123,7 @@ def price_gpu(m: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, context
     free = vram_free_bytes(gpu, o)
     held = _held(m, machine, gpu, o)
     lines = needs.gpu_fixed_lines(m, context, kv, o.sessions, held.draft)
-    sizes = slot_sizes(m.expert_bytes)
+    sizes = m.slot_bytes
     queue = admission_queue(sizes, g.E, o.profile)
     fixed = sum(line.held_bytes for line in lines)
     cache = size_cache(m, o, free - fixed, context, sizes, queue)
@@ -149,7 +154,8 @@ def price_gpu(m: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, context
             )
         )
     ngram_rows = _ngram_rows(o, NGRAM_ROWS_GPU)
-    ram = _ram_beside_gpu(m, machine, o, needs.gpu_host_lines(m, context, ngram_rows, held), cache.allotment)
+    host = needs.gpu_host_lines(m, context, ngram_rows, held, cache.allotment.n_slots == m.n_pairs)
+    ram = _ram_beside_gpu(m, machine, o, host, cache.allotment)
     return Priced(
         context=context,
         kv=kv,

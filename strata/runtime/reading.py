@@ -16,24 +16,29 @@ CHECKPOINT_EVERY = 4096
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows [start, start + n) read in one go: a whole cell through the prefill program, or a window of n <= 8 rows."""
+    """Rows [start, start + n) read in one go: a chunk of whole cells through the prefill program, or a window of n <= 8
+    rows."""
 
     start: int
     n: int
     cell: bool
 
 
-def pieces(start: int, stop: int, marks: Iterable[int] = (), windows_only: bool = False) -> Iterator[Piece]:
-    """Cut [start, stop) into cells of the absolute grid and windows; no piece crosses a mark.
+def pieces(
+    start: int, stop: int, marks: Iterable[int] = (), windows_only: bool = False, chunk_rows: int = CELL_ROWS
+) -> Iterator[Piece]:
+    """Cut [start, stop) into chunks of whole cells of the absolute grid, up to chunk_rows, and windows; no piece crosses
+    a mark.
 
-    Which rows form whole cells depends only on the grid, start, stop and marks, so any split of a prompt at cell
-    borders reads it in the same pieces. """
+    Which rows form whole cells depends only on the grid, start, stop and marks, and how cells are put together into
+    chunks changes no bit, so any split of a prompt at cell borders reads it alike.
+    """
     borders = sorted({m for m in marks if start < m < stop} | {stop})
     at = start
     for border in borders:
         while at < border:
             if not windows_only and at % CELL_ROWS == 0 and at + CELL_ROWS <= border:
-                n, cell = CELL_ROWS, True
+                n, cell = min(border - at, chunk_rows) // CELL_ROWS * CELL_ROWS, True
             else:
                 edge = border if windows_only else min(border, (at // CELL_ROWS + 1) * CELL_ROWS)
                 n, cell = min(WINDOW_ROWS, edge - at), False
@@ -41,10 +46,10 @@ def pieces(start: int, stop: int, marks: Iterable[int] = (), windows_only: bool 
             at += n
 
 
-def checkpoint_marks(start: int, stop: int, turn_starts: Iterable[int]) -> list[int]:
-    """Positions in (start, stop] where a checkpoint is taken: given turn starts and every 4,096 tokens."""
-    first = (start // CHECKPOINT_EVERY + 1) * CHECKPOINT_EVERY
-    every = range(first, stop + 1, CHECKPOINT_EVERY)
+def checkpoint_marks(start: int, stop: int, turn_starts: Iterable[int], chunk_rows: int = CELL_ROWS) -> list[int]:
+    """Positions in (start, stop] where a checkpoint is taken: given turn starts, and every 4,096 tokens or chunk."""
+    distance = max(CHECKPOINT_EVERY, chunk_rows)
+    every = range((start // distance + 1) * distance, stop + 1, distance)
     return sorted({t for t in turn_starts if start < t <= stop} | set(every))
 
 

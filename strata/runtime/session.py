@@ -25,7 +25,12 @@ AUTOMATIC_CHECKPOINTS = 6
 
 
 class Backend(Protocol):
-    """What a session needs of the machine; see `strata.cpu.backend.CpuBackend`."""
+    """What a session needs of the machine; see `strata.cpu.backend.CpuBackend`.
+
+    chunk_rows  most rows, in whole cells, that one call of prefill reads
+    """
+
+    chunk_rows: int
 
     def new_state(self) -> State: ...
     def window(self, state: State, tokens: np.ndarray, previous: tuple[int, int]) -> None: ...
@@ -96,7 +101,7 @@ class SessionState:
             self.mtp.rows_kept(self.state, self.backend.streams[row : row + len(part)], part, eager)
 
     def prefill(self, tokens: np.ndarray) -> None:
-        """Read one whole cell."""
+        """Read a chunk of whole cells."""
         at = self.state.rows
         self.ledger.wrote(at)
         previous = self.previous
@@ -118,8 +123,9 @@ class SessionState:
         after  called after each piece, when its rows' streams are still in the backend (for logits)
         check  called before each piece; it may raise to cancel, and what was read until then stays
         """
-        marks = checkpoint_marks(self.state.rows, len(tokens), turn_starts)
-        for piece in pieces(self.state.rows, len(tokens), marks, windows_only):
+        rows, chunk_rows = self.state.rows, self.backend.chunk_rows
+        marks = checkpoint_marks(rows, len(tokens), turn_starts, chunk_rows)
+        for piece in pieces(rows, len(tokens), marks, windows_only, chunk_rows):
             if check is not None:
                 check()
             part = tokens[piece.start : piece.start + piece.n]
@@ -141,6 +147,11 @@ class SessionState:
         self.state.clear()
         if self.mtp is not None:
             self.mtp.clear()
+
+    def hold(self, tokens: np.ndarray) -> None:
+        """Note the tokens of a conversation whose memory was written from outside."""
+        self._tokens[: len(tokens)] = tokens
+        self.state.rows = len(tokens)
 
     def _drafter_slot(self) -> DraftSlot | None:
         return None if self.mtp is None else self.mtp.snapshot(self.state)

@@ -13,6 +13,8 @@
 #include <tuple>
 #include <utility>
 #include <vector>
+#include <time.h>
+#include <unistd.h>
 
 #define STRATA_ON_CPU
 #define __device__
@@ -293,7 +295,15 @@ static inline void atomic_min(unsigned long long *p, unsigned long long v) { ato
 template <class T> static inline T __ldg(const T *p) { return *p; }
 template <class T> static inline T load_once(const T *p) { return *p; }
 static inline long long load_acquire(const long long *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
-static inline unsigned long long clock_ns() { static unsigned long long t = 0; return t += 1000; }
+static inline void store_release(long long *p, long long v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+template <class T> static inline T load_volatile(const T *p) { return *p; }
+// Whoever is waited for may need this core.
+static inline void between_polls() { usleep(20); }
+static inline unsigned long long clock_ns() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000ull + t.tv_nsec;
+}
 
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
@@ -361,3 +371,43 @@ static inline int dot4(unsigned a, unsigned b, int c) {
     for (int i = 0; i < 4; i++) c += (int)(signed char)(a >> (8 * i)) * (int)(signed char)(b >> (8 * i));
     return c;
 }
+
+// Tensor-core products and asynchronous copies of gemm/tensor.cuh: a warp's lanes show each other their operands.
+namespace shim {
+struct Operands { const unsigned *a, *b; };
+static Operands operands[32][32];
+template <class D, class Word>
+static void mma(D (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], Word word) {
+    Operands *warp = operands[now->warp];
+    warp[now->lane] = {a, b};
+    __syncwarp();
+    int g = now->lane >> 2, t = now->lane & 3;
+    for (int i = 0; i < 4; i++)
+        for (int k = 0; k < 4; k++)
+            for (int half = 0; half < 2; half++)
+                d[i] = word(warp[4 * g + k].a[(i >> 1) + 2 * half], warp[4 * (2 * t + (i & 1)) + k].b[half], d[i]);
+    __syncwarp();
+}
+}  // namespace shim
+static inline void mma_s8(int (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], int c) {
+    for (int &x : d) x = c;
+    shim::mma(d, a, b, dot4);
+}
+static inline void mma_bf16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    shim::mma(d, a, b, [](unsigned x, unsigned y, float c) {
+        c = std::fma(float_of(x << 16), float_of(y << 16), c);
+        return std::fma(float_of(x & 0xffff0000u), float_of(y & 0xffff0000u), c);
+    });
+}
+static inline void mma_f16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    shim::mma(d, a, b, [](unsigned x, unsigned y, float c) {
+        c = std::fma(half_f32(x & 0xffff), half_f32(y & 0xffff), c);
+        return std::fma(half_f32(x >> 16), half_f32(y >> 16), c);
+    });
+}
+template <int BYTES> static inline void copy(void *to, const void *from, bool some = true) {
+    if (some) memcpy(to, from, BYTES);
+    else memset(to, 0, BYTES);
+}
+static inline void copy_commit() {}
+template <int LATER> static inline void copy_wait() {}

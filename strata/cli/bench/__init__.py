@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import typer
 
-from strata.cli.bench import cpu_kernels, decode, float_ops, synth, versus
+from strata.cli.bench import cpu_kernels, decode, float_ops, gpu, prefill, synth, versus
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False, no_args_is_help=True)
 
-_VERBS = {"decode": decode, "cpu-kernels": cpu_kernels, "float-ops": float_ops, "synth": synth, "versus": versus}
+_VERBS = {
+    "decode": decode,
+    "cpu-kernels": cpu_kernels,
+    "float-ops": float_ops,
+    "gpu": gpu,
+    "prefill": prefill,
+    "synth": synth,
+    "versus": versus,
+}
 for _name, _verb in _VERBS.items():
     app.command(_name, context_settings={"help_option_names": ["-h", "--help"]})(_verb.command)
 

@@ -36,6 +36,8 @@ def command(
     pin: flags.Pin = False,
     kv: flags.Kv = "auto",
     prefill: flags.Prefill = "auto",
+    device: flags.Device = None,
+    vram_gib: flags.VramGib = None,
     draft: flags.Draft = "auto",
     json_: flags.Json = False,
 ) -> None:
@@ -45,6 +47,7 @@ def command(
     kernels: compiled ops. join: handing jobs to threads and collecting them, as jobs a token times the measured
     overhead of a job of equal chunks; waiting for a thread that has more to do counts as kernels. text: tokens to
     characters, stop strings. Python: everything else, in the backend's entry points and in the generate loop.
+    On a GPU the device's time is that of the backend's entry points; `strata bench gpu` looks into it.
     ratio: tokens/s with drafts over tokens/s without, median of the repeats; its CPU form counts CPU seconds of all
     threads and says more where other programs use the machine.
     """
@@ -55,7 +58,10 @@ def command(
     context = context if context is not None else -(-cells // CELL_ROWS) * CELL_ROWS
     need(context >= cells, "--context is too small for this bench", found=context, needed=f">= {cells}")
     load_average = os.getloadavg()[0]
-    with flags.loaded(model, context=context, threads=threads, pin=pin, kv=kv, prefill=prefill, draft=draft) as loaded:
+    with flags.loaded(
+        model, context=context, threads=threads, pin=pin, kv=kv, prefill=prefill, draft=draft, device=device,
+        vram_gib=vram_gib,
+    ) as loaded:  # fmt: skip
         text = _stored("prompt.txt")
         bench = Speed(loaded, text)
         with working("warming up"):
@@ -184,7 +190,8 @@ def _text(report: dict[str, Any], ops: bool) -> list[str]:
     ]
     jobs = f"{decode['jobs_per_token']:.0f} jobs of {decode['job_overhead_us']:.2f} us"
     python = parts["python_backend"] + parts["python_loop"]
-    inside = f"backend entry {parts['python_backend']:.0f} us, loop {parts['python_loop']:.0f} us"
+    on_device = " with the device's time" if report["backend"] == "gpu" else ""
+    inside = f"backend entry {parts['python_backend']:.0f} us{on_device}, loop {parts['python_loop']:.0f} us"
     for name, us, detail in (("kernels", parts["kernels"], ""), ("join", parts["join"], jobs),
                              ("Python", python, inside), ("text", parts["text"], "")):  # fmt: skip
         lines.append(f"  {name:<9}{us:>9.1f} us  {100 * us / parts['wall']:>5.1f} %  {detail}".rstrip())

@@ -86,6 +86,9 @@ class Entries:
     ids        int32 (n,)
     T          most entries that want the same expert: the rows of the window. 1 says that all experts are different
     decisions  uint8 (n,) or 0 for all: an entry counts if bit decisions[i] of `take` is set; others get zeros
+    jobs       instead of decisions: int32, how many jobs there are, then for each the first entry of an expert, and how
+               many entries of it to pass over << 16. Up to `columns_of` entries a job; others are left as they are
+    most_jobs  there are at most so many
     """
 
     ids: int
@@ -93,6 +96,16 @@ class Entries:
     T: int
     decisions: int = 0
     take: int = 2
+    jobs: int = 0
+    most_jobs: int = 0
+
+    def __post_init__(self) -> None:
+        need(not self.jobs or (self.most_jobs > 0 and not self.decisions), "jobs of a product", found=self)
+
+
+def columns_of(T: int) -> int:
+    """Most entries of a job in a window of T rows."""
+    return COLUMNS[0] if T == 1 else COLUMNS[1]
 
 
 @dataclass(frozen=True)
@@ -146,8 +159,9 @@ def product(
     need(0 < T <= MOST_COLUMNS and n % x.T == 0, "columns of a product", found=(T, n, x.T),
          needed=f"at most {MOST_COLUMNS} for a matrix, as many entries for each row")  # fmt: skip
     need(entries is not None or not matrices.table, "a table of matrices needs entries")
-    M = COLUMNS[0] if T == 1 else COLUMNS[1]
+    M = columns_of(T)
     groups = -(-T // M)
+    across = groups if not entries else entries.most_jobs if entries.jobs else n * groups
     h = hidden.h if hidden else None
     if h is not None:
         need(h.group == 32 and (h.T, h.K) == (n, rows) and rows % 32 == 0, "rows of gate and up together",
@@ -156,18 +170,18 @@ def product(
         warps, tiles = 8, rows // 32
     else:
         need(y != 0, "where the product goes")
-        warps = _warps(rows * (n if entries else 1), source)
+        warps = _warps(rows * (entries.most_jobs or n if entries else 1), source)
         tiles = -(-rows // (8 * warps))
     args = (
         pointer(matrices.address), pointer(hidden.up.address if hidden else 0), pointer(matrices.table),
         i32(matrices.part), i64(matrices.stride), pointer(entries.ids if entries else 0),
-        pointer(entries.decisions if entries else 0), i32(entries.take if entries else 0), i32(n), i32(n // x.T),
+        pointer(entries.decisions if entries else 0), i32(entries.take if entries else 0),
+        pointer(entries.jobs if entries else 0), i32(n), i32(n // x.T),
         pointer(x.codes), pointer(x.scales), pointer(x.sums), pointer(y), i64(y_stride or rows), i32(rows), i32(x.K),
         pointer(h.codes if h else 0), pointer(h.scales if h else 0), pointer(h.sums if h else 0),
         pointer(hidden.factors if hidden else 0), i32(hidden.experts if hidden else 0),
         pointer(hidden.error if hidden else 0), hidden.where if hidden else NOWHERE,
     )  # fmt: skip
-    across = n * groups if entries else groups
     return [launch(source, f"product<{format.name}, {M}>", (across, tiles), 32 * warps, *args)]
 
 

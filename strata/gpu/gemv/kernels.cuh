@@ -9,7 +9,8 @@
 // An entry is what a row of a window wants from a matrix. Dense: column l. Experts: entry i wants expert ids[i]; of the
 // entries, those count whose decision is a bit of `take` (decisions null: all). The blocks of an entry serve all
 // entries of its expert if it is the first of them; otherwise they have nothing to do. More than M columns are shared
-// out to neighbouring blocks, so that L2 serves the second reading. With M = 1 all experts are different.
+// out to neighbouring blocks, so that L2 serves the second reading. With M = 1 all experts are different. Or blocks have
+// jobs instead of entries: their number, then a word for each, first entry of an expert | entries to pass over << 16.
 struct Group {
     u32 have;
     int mine, expert;
@@ -23,8 +24,15 @@ struct Group {
         return !decisions || take >> (decisions[entry] & 31) & 1;
     }
     template <int M>
-    DEVICE static Group of_expert(const int *ids, const u8 *decisions, u32 take, int entries) {
-        int batches = M == 1 ? 1 : gridDim.x / entries, entry = blockIdx.x / batches, lane = threadIdx.x & 31;
+    DEVICE static Group of_expert(const int *ids, const u8 *decisions, u32 take, const int *jobs, int entries) {
+        int batches = M == 1 || jobs ? 1 : gridDim.x / entries, entry = blockIdx.x / batches, lane = threadIdx.x & 31;
+        int from = blockIdx.x % batches * M;
+        if (jobs) {
+            if (entry >= jobs[0]) return {0, 0, 0};
+            entry = jobs[1 + blockIdx.x];
+            from = entry >> 16;
+            entry &= 0xffff;
+        }
         Group g = {0, entry, ids[entry]};
         bool mine = taken(decisions, take, entry);
         if (M == 1 || !mine) {
@@ -39,7 +47,7 @@ struct Group {
             for (; same; same &= same - 1, found++)
                 if (lane == found) g.mine = start + __ffs((int)same) - 1;
         }
-        int from = blockIdx.x % batches * M, n = found - from < M ? found - from : M;
+        int n = found - from < M ? found - from : M;
         if (n > 0) g.have = ((1u << n) - 1) << from;
         return g;
     }
@@ -152,22 +160,22 @@ DEVICE void rows_of_block(const u8 *weights, Group &g, const Quantised &x, int s
 // y[entry][row] = matrix times x; a warp takes eight rows. Or, with h_codes, gate (the matrix) and up, SwiGLU and the
 // quantiser; a block of 256 threads takes 32 rows.
 //
-// Dense: grid (column groups, row tiles). Experts: columns entries, grid (columns * column groups, row tiles); the
+// Dense: grid (column groups, row tiles). Experts: columns entries, grid (columns * column groups or jobs, row tiles); the
 // matrices of expert e lie at addresses[3 e + part] (up one further), or `stride` bytes apart. x has a row for `share`
 // entries.
 template <class F, int M>
 __global__ void __launch_bounds__(256, 2)
 product(const u8 *weights, const u8 *up, const u64 *addresses, int part, i64 stride, const int *ids,
-        const u8 *decisions, int take, int columns, int share, const i8 *codes, const float *scales, const int *sums,
+        const u8 *decisions, int take, const int *jobs, int columns, int share, const i8 *codes, const float *scales, const int *sums,
         float *y, i64 y_stride, int rows, int K, i8 *h_codes, float *h_scales, int *h_sums, const float *factors,
         int experts, u64 *error, u64 where) {
     __shared__ uint4 space[F::TABLE / 4 + !F::TABLE];
     __shared__ float hidden[M][32];
     u32 *table = (u32 *)space;
-    Group g = ids ? Group::of_expert<M>(ids, decisions, take, columns) : Group::dense<M>(columns);
+    Group g = ids ? Group::of_expert<M>(ids, decisions, take, jobs, columns) : Group::dense<M>(columns);
     if (!g.have) {
         // Entries computed elsewhere get zeros, so that what follows meets no garbage.
-        if (ids && !h_codes && !Group::taken(decisions, take, g.mine)) {
+        if (ids && !jobs && !h_codes && !Group::taken(decisions, take, g.mine)) {
             int row = blockIdx.y * (blockDim.x / 4) + threadIdx.x;
             if (threadIdx.x < blockDim.x / 4 && row < rows) y[g.mine * y_stride + row] = 0.f;
         }

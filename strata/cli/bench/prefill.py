@@ -1,0 +1,127 @@
+"""strata bench prefill: tokens/s of reading prompts, by their length, and where a chunk's time goes."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from importlib.resources import files
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from strata.base.errors import need
+from strata.base.geometry import CELL_ROWS, CONTEXT_RESERVE
+from strata.cli import flags
+from strata.cli.output import Bar, working
+
+if TYPE_CHECKING:
+    from strata.measure import Speed
+
+DECODED = 64
+"""Tokens decoded in a repeat, for comparison."""
+
+
+def command(
+    model: flags.Model = None,
+    tokens: Annotated[str, typer.Option(help="Lengths of the prompts, in tokens.")] = "256,1024,4096",
+    repeat: Annotated[int, typer.Option("--repeat", "-r", help="Repeats; medians and spread are reported.")] = 3,
+    ops: Annotated[bool, typer.Option("--ops", help="Add the time of each kind of op in a chunk.")] = False,
+    context: flags.Context = None,
+    threads: flags.Threads = None,
+    pin: flags.Pin = False,
+    kv: flags.Kv = "auto",
+    prefill: flags.Prefill = "auto",
+    device: flags.Device = None,
+    vram_gib: flags.VramGib = None,
+    json_: flags.Json = False,
+) -> None:
+    """Measure how fast prompts of a stored text are read into an empty session, and how fast single tokens are decoded.
+
+    chunk: most rows that are read at once. times decode: tokens/s over those of decoding one token at a time, which is
+    what reading by chunks gains. floor: the time in which a device reads its weights once for every chunk, at the rate
+    of its memory; no prompt is read faster. --ops runs the ops of the last prompt's chunks one by one.
+    """
+    lengths = _numbers(tokens)
+    need(repeat >= 1, "--repeat is too small", found=repeat, needed=">= 1")
+    cells = max(*lengths, 2 * DECODED) + CONTEXT_RESERVE + 1
+    context = context if context is not None else -(-cells // CELL_ROWS) * CELL_ROWS
+    need(context >= cells, "--context is too small for this bench", found=context, needed=f">= {cells}")
+    options = {"context": context, "threads": threads, "pin": pin, "kv": kv, "prefill": prefill}
+    with flags.loaded(model, **options, device=device, vram_gib=vram_gib) as loaded:
+        from strata.measure import Speed
+
+        bench = Speed(loaded, files("strata.cli.bench").joinpath("prompt.txt").read_text(encoding="utf-8"))
+        with working("warming up"):
+            bench.decode(DECODED // 4, profile=False)
+            for n in lengths:
+                bench.prefill(n)
+        decode, reading = [], {n: [] for n in lengths}
+        with Bar("measuring", "prompts") as bar:
+            for i in range(repeat):
+                decode.append(1e6 / bench.decode(DECODED, profile=False).wall_us)
+                for j, n in enumerate(lengths):
+                    bar.update(i * len(lengths) + j, repeat * len(lengths))
+                    reading[n].append(bench.prefill(n))
+        stats = loaded.stats()
+        report = {
+            "command": " ".join(["strata", *sys.argv[1:]]),
+            "model": str(stats["file"]),
+            "backend": stats["backend"],
+            "device": stats["device"],
+            "threads": stats["threads"],
+            "kv": loaded.kv,
+            "context": loaded.context,
+            "chunk_rows": 0 if loaded.windows_only else bench.inner.chunk_rows,
+            "decode_tokens_per_s": _spread(decode),
+            "prompts": [_prompt(bench, n, reading[n], statistics.median(decode)) for n in lengths],
+            "ops_ms": bench.chunk_ops(lengths[-1]) if ops and not loaded.windows_only else {},
+        }
+    typer.echo(json.dumps(report, indent=2) if json_ else "\n".join(_text(report)))
+
+
+def _numbers(text: str) -> list[int]:
+    """Lengths out of "256,1024". Raises BadArgument."""
+    parts = [part.strip() for part in text.split(",")]
+    good = all(part.isdigit() and int(part) > 0 for part in parts)
+    need(good, "--tokens cannot be read", found=repr(text), needed="lengths above 0, as 256,1024")
+    return [int(part) for part in parts]
+
+
+def _prompt(bench: Speed, n: int, rates: list[float], decode: float) -> dict[str, Any]:
+    median = statistics.median(rates)
+    return {
+        "tokens": n,
+        "ms": round(1e3 * n / median, 2),
+        "tokens_per_s": _spread(rates),
+        "times_decode": round(median / decode, 2),
+        "floor_ms": bench.prefill_floor_ms(n),
+    }
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {name: round(f(values), 2) for name, f in (("median", statistics.median), ("min", min), ("max", max))}
+
+
+def _text(report: dict[str, Any]) -> list[str]:
+    rows, decode = report["chunk_rows"], report["decode_tokens_per_s"]
+    lines = [
+        f"command    {report['command']}",
+        f"model      {report['model']}",
+        f"backend    {report['backend']} on {report['device']}, {report['threads']} threads, kv {report['kv']}, "
+        f"context {report['context']}",
+        f"chunk      {f'{rows:,} rows' if rows else 'none: by windows of 8 rows'}",
+        f"decode     {decode['median']:.1f} tokens/s",
+        "",
+        "prompt tokens        ms    tokens/s (from    to)   times decode   floor ms",
+    ]
+    for p in report["prompts"]:
+        rate = p["tokens_per_s"]
+        floor = "-" if p["floor_ms"] is None else f"{p['floor_ms']:.2f}"
+        lines.append(f"{p['tokens']:>13,}{p['ms']:>10.1f}{rate['median']:>12.1f} ({rate['min']:.1f} {rate['max']:.1f})"
+                     f"{p['times_decode']:>12.2f}{floor:>11}")  # fmt: skip
+    if report["ops_ms"]:
+        whole = sum(report["ops_ms"].values())
+        lines += ["", f"op of {report['prompts'][-1]['tokens']:,} tokens in chunks"]
+        lines += [f"  {kind:<16}{ms:>10.2f} ms {100 * ms / whole:>5.1f} %" for kind, ms in report["ops_ms"].items()]
+    return lines

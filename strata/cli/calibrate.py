@@ -1,0 +1,73 @@
+"""strata calibrate: find faster settings for a model on this machine, and remember them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from strata.base.errors import need
+from strata.cli import flags
+from strata.cli.locate import find_model
+from strata.cli.output import note
+
+if TYPE_CHECKING:
+    from strata.runtime.remembered import Settings
+
+
+def command(
+    file: Annotated[Path, typer.Argument(help="A GGUF file or its folder.", show_default=False)],
+    windows: Annotated[int, typer.Option(help="Windows of a turn.")] = 16,
+    turns: Annotated[int, typer.Option(help="Turns of each comparison; medians count.")] = 5,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda:N.")] = "auto",
+    forget: Annotated[bool, typer.Option("--forget", help="Drop what is remembered, and measure nothing.")] = False,
+    json_: flags.Json = False,
+) -> None:
+    """Measure experts, memory and link, try the settings they suggest, and remember those that gain 3 % or more.
+
+    What is remembered holds for this machine and this file. Without a GPU, fewer CPU threads are tried.
+    """
+    need(windows >= 1 and turns >= 1, "--windows and --turns are too small", found=(windows, turns), needed=">= 1")
+    path = find_model(file)
+    from strata.planner.machine import Machine
+    from strata.runtime import remembered
+
+    if forget:
+        dropped = remembered.forget(Machine.here(path), path)
+        typer.echo(json.dumps({"file": str(path), "forgotten": dropped}) if json_ else
+                   "forgotten" if dropped else "nothing is remembered for this machine and file")  # fmt: skip
+        return
+    note("measuring; other work on this machine disturbs")
+    from strata.calibration import calibrate
+
+    machine = Machine.here(path, measure=True)
+    found = calibrate(path, machine=machine, windows=windows, turns=turns, device=device, say=note)
+    record = found.record()
+    where = remembered.remember(machine, path, found.settings, record)
+    record |= {"cpu": machine.cpu_name, "remembered_in": str(where)}
+    typer.echo(json.dumps(record) if json_ else "\n".join(_text(record, found.settings)))
+
+
+def _text(r: dict[str, Any], settings: Settings) -> list[str]:
+    e = r["experts"]
+    lines = [
+        f"CPU         {r['cpu']}, {e['threads']} threads",
+        f"an expert   {e['one_us']:.1f} us for one row, {e['eight_us']:.1f} us for eight",
+        f"RAM         {r['memory_gbps']:.1f} GB/s",
+        f"link        {'not measured' if r['link_gbps'] is None else format(r['link_gbps'], '.1f') + ' GB/s'}",
+    ]
+    if r["split"]:
+        lines.append(f"suggested   {r['split']['pcie_num']}/256 of the misses over the link")
+    for t in r["trials"]:
+        base, ms, gain = t["base_ms"], t["candidate_ms"], 100 * t["gain"]
+        verdict = "kept" if t["kept"] else "not kept"
+        lines.append(f"{_name(t['candidate']):<11} {ms:.3f} ms a window, against {base:.3f}: {gain:+.1f} %, {verdict}")
+    lines += [f"note        {text}" for text in r["notes"]]
+    lines.append(f"settings    {_name(vars(settings))}")
+    return [*lines, f"remembered  {r['remembered_in']}"]
+
+
+def _name(settings: dict[str, int | None]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in settings.items() if value is not None) or "as planned"

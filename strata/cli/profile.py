@@ -1,0 +1,161 @@
+"""strata profile: which experts a model asks for, ranked for the cache, and what a cache would hit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from strata.base.errors import FileError, need
+from strata.cli import flags
+from strata.cli.locate import find_model
+from strata.cli.output import Bar
+
+if TYPE_CHECKING:
+    from strata.profiling import CacheSize
+    from strata.runtime.simulate import RoutedWindow
+
+
+def command(
+    file: Annotated[Path, typer.Argument(help="A GGUF file or its folder.", show_default=False)],
+    texts: Annotated[
+        list[Path] | None, typer.Argument(help="UTF-8 texts that the model reads.", show_default=False)
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the profile (.strp).")] = None,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Rank by the first part, replay the rest: hit rates of cache policies.")
+    ] = False,
+    trace: Annotated[Path | None, typer.Option(help="Write the routing of the texts.")] = None,
+    from_trace: Annotated[
+        list[Path] | None, typer.Option(help="Take the routing of a trace, without running the model. Repeatable.")
+    ] = None,
+    slots: Annotated[
+        list[int] | None, typer.Option(help="Cache size to simulate, in experts. Repeatable; default: 1/16 to 1/2.")
+    ] = None,
+    held_out: Annotated[float, typer.Option(help="Share of the routing that the simulation replays.")] = 0.5,
+    rows: Annotated[int, typer.Option(help="Rows of the windows that texts are cut into for simulation.")] = 1,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", "-n", help="Use only the first of a text.")] = None,
+    special: Annotated[bool, typer.Option("--special", help="Control tokens in a text are control tokens.")] = False,
+    context: flags.Context = None,
+    threads: flags.Threads = None,
+    json_: flags.Json = False,
+) -> None:
+    """Rank the experts of a model by how often texts ask for them.
+
+    The model reads the texts on the CPU; texts of the kind it will work on make the best profile. The expert cache and
+    `strata plan --profile` use it. A simulation needs the routing alone, and no GPU.
+    """
+    need(out is not None or simulate or trace is not None, "there is nothing to do", needed="-o, --simulate or --trace")
+    need(bool(texts) != bool(from_trace), "routing comes from texts or from traces",
+         found="both" if texts else "neither", needed="one of TEXT... and --from-trace")  # fmt: skip
+    need(trace is None or bool(texts), "--trace writes the routing of texts", needed="TEXT...")
+    need(1 <= rows <= 8, "--rows is out of range", found=rows, needed="1 to 8")
+    need(max_tokens is None or max_tokens >= 1, "--max-tokens is too small", found=max_tokens, needed=">= 1")
+    path = find_model(file)
+    layers, experts, expert_bytes = _experts(path)
+    if from_trace:
+        from strata.runtime.simulate import trace_windows
+
+        parts = [trace_windows(one, layers, experts) for one in from_trace]
+    else:
+        parts = _read_texts(path, texts, rows, max_tokens, special, context, threads)
+    windows = [w for part in parts for w in part]
+    need(len(windows) > 0, "there is no routing", found="0 windows")
+    report = {"file": str(path), "sources": [str(p) for p in from_trace or texts], "layers": layers, "experts": experts}
+    report |= _facts(windows, experts)
+    if trace is not None:
+        from strata.profiling import write_trace
+
+        write_trace(trace, parts)
+        report["trace"] = str(trace)
+    if out is not None:
+        from strata.pack.profile import write_profile
+        from strata.profiling import profile_of
+
+        write_profile(out, profile_of(windows, layers, experts))
+        report["profile"] = str(out)
+    if simulate:
+        from strata.profiling import simulate_sizes
+
+        found = simulate_sizes(windows, expert_bytes, experts, slots, held_out)
+        replayed = found[0].replays[0].windows
+        report["simulation"] = {"windows": len(windows) - replayed, "held_out_windows": replayed,
+                                "sizes": [_size(size) for size in found]}  # fmt: skip
+    typer.echo(json.dumps(report) if json_ else "\n".join(_text(report)))
+
+
+def _experts(path: Path) -> tuple[int, int, tuple[int, ...]]:
+    """(layers, experts a layer, bytes of one expert by layer), from headers."""
+    from strata.arch import architecture_of
+    from strata.pack.experts import expert_layout
+    from strata.pack.gguf_file import GgufFile
+
+    with GgufFile(path, headers_only=True) as gguf:
+        layout = expert_layout(gguf, architecture_of(gguf).read_geometry(gguf).L)
+        return layout.n_layers, layout.E, tuple(layout.blob_bytes(layer) for layer in range(layout.n_layers))
+
+
+def _read_texts(
+    path: Path, texts: list[Path], rows: int, max_tokens: int | None, special: bool, context: int | None,
+    threads: int | None,
+) -> list[list[RoutedWindow]]:  # fmt: skip
+    """The windows of each text. Files are read before the model is loaded, so that a missing one is told at once."""
+    contents = [_content(text) for text in texts]
+    with flags.loaded(path, context=context, threads=threads, device="cpu") as model, Bar("reading", "tokens") as bar:
+        from strata.profiling import route_text
+        from strata.runtime.simulate import cut_windows
+
+        tokens = [model.tokenize(content, special)[:max_tokens] for content in contents]
+        for text, ids in zip(texts, tokens, strict=True):
+            need(len(ids) > 0, f"'{text}' is empty", found="0 tokens", needed=">= 1")
+        total, parts, done = sum(map(len, tokens)), [], 0
+        for ids in tokens:
+            routed = route_text(model, ids, lambda read, _, before=done: bar.update(before + read, total))
+            parts.append(cut_windows(routed, rows))
+            done += len(ids)
+    return parts
+
+
+def _content(text: Path) -> str:
+    try:
+        return text.read_bytes().decode()
+    except OSError as error:
+        raise FileError(f"cannot read '{text}'", found=error.strerror, needed="a text file") from None
+    except UnicodeDecodeError as error:
+        raise FileError(f"'{text}' is not UTF-8 text", found=f"byte {text.read_bytes()[error.start]:#04x} at "
+                        f"offset {error.start}") from None  # fmt: skip
+
+
+def _facts(windows: list[RoutedWindow], experts: int) -> dict[str, Any]:
+    import numpy as np
+
+    from strata.replay import routing_facts
+
+    ids = np.concatenate([w.ids[:, : w.n_keep] for w in windows], axis=1).transpose(1, 0, 2)
+    return {"tokens": len(ids), "routing": asdict(routing_facts(ids, experts)) if len(ids) >= 2 else None}
+
+
+def _size(size: CacheSize) -> dict[str, Any]:
+    policies = {r.policy: {"hit_rate": r.hit_rate, "copies_per_window": r.copies_per_window} for r in size.replays}
+    return {"slots": size.slots, "bytes": size.n_bytes, "policies": policies}
+
+
+def _text(report: dict[str, Any]) -> list[str]:
+    lines = [f"routing    {report['tokens']} tokens, {report['layers']} layers x {report['experts']} experts"]
+    if facts := report["routing"]:
+        from strata.replay import RoutingFacts
+
+        lines.append(f"           {RoutingFacts(**facts)}")
+    lines += [f"{name:<10} {report[name]}" for name in ("trace", "profile") if name in report]
+    if found := report.get("simulation"):
+        names = list(found["sizes"][0]["policies"])
+        lines += ["", f"hit rates of {found['held_out_windows']} held-out windows, profile of the "
+                  f"{found['windows']} before; in brackets experts copied a window"]  # fmt: skip
+        lines.append(f"{'slots':>7} {'MiB':>9}  " + "".join(f"{name:>16}" for name in names))
+        for size in found["sizes"]:
+            cells = (f"{100 * p['hit_rate']:.1f} % ({p['copies_per_window']:.1f})" for p in size["policies"].values())
+            lines.append(f"{size['slots']:>7} {size['bytes'] / 2**20:>9,.1f}  " + "".join(f"{c:>16}" for c in cells))
+    return lines

@@ -1,0 +1,92 @@
+"""How large a prefill chunk is: bytes of a chunk of so many rows, and the largest one for a budget. Needs no device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from strata.base.errors import need
+from strata.base.geometry import CELL_ROWS
+from strata.base.program import Program, ProgramSet
+from strata.gpu.chunk_lower import ChunkLowering
+from strata.gpu.chunk_memory import ChunkMemory
+from strata.gpu.expert_stream import ExpertStream
+from strata.gpu.memory import MADE_UP, Memory, aligned
+from strata.gpu.prefill_ops import CHUNK_LOWERING
+from strata.gpu.slots import ExpertSlots
+from strata.gpu.weights import Weights
+from strata.pack.experts import ExpertLayout
+from strata.pack.tensors import Tensors
+
+CHUNKS = (8192, 6144, 4096, 3072, 2048, 1536, 1024, 768, 512, 256)
+"""Rows of a chunk, largest first. Rows share one expansion of the experts; beyond these there is little to share."""
+
+
+@dataclass(frozen=True)
+class ChunkBytes:
+    """Memory of a chunk program. arena, streams and the ring of experts on the device, staging pinned on the host."""
+
+    rows: int
+    arena: int
+    streams: int
+    staging: int
+    ring: int = 0
+
+    @property
+    def device_bytes(self) -> int:
+        """Beyond what a backend without chunks takes: that keeps the streams of a cell twice."""
+        return self.arena + self.ring + self.streams - 2 * (self.streams // self.rows * CELL_ROWS)
+
+
+def stream_of(slots: ExpertSlots) -> ExpertStream | None:
+    """What brings experts to a chunk; None where all of them are in their slots for good."""
+    return ExpertStream(slots) if slots.by_table else None
+
+
+def arena_of(
+    program: Program, memory: Memory, weights: Weights, context: int, stream: ExpertStream | None = None
+) -> ChunkMemory:
+    """The measured arena of a chunk program; its weights are noted."""
+    arena = ChunkMemory(program, memory)
+    ChunkLowering(program, arena, weights, context, program.T, stream).run(CHUNK_LOWERING)
+    arena.measured()
+    return arena
+
+
+def staging_bytes(program: Program) -> int:
+    """Pinned host bytes for a chunk's n-gram rows."""
+    rows = program.buffers.get("ngram.rows")
+    return rows.n_bytes if rows is not None else 0
+
+
+def chunk_bytes(
+    programs: ProgramSet, tensors: Tensors, experts: ExpertLayout, slots: ExpertSlots | None = None
+) -> ChunkBytes:
+    """What the chunk program of a set takes. slots: which experts the device holds, None for all."""
+    program = programs.chunk
+    need(program is not None, "the programs have no prefill chunk")
+    memory = Memory([*programs.windows.values(), program])
+    for name in [b.name for b in program.buffers.values() if b.role == "table"] + ["ngram.ticket"]:
+        memory.add_table(name, MADE_UP)
+    context = program.buffers["rope"].shape[0]
+    stream = stream_of(slots) if slots is not None else None
+    arena = arena_of(program, memory, Weights(tensors, experts, slots), context, stream)
+    streams = aligned(program.buffers["streams"].n_bytes)
+    ring = stream.n_bytes if stream is not None else 0
+    return ChunkBytes(program.T, arena.n_bytes, streams, staging_bytes(program), ring)
+
+
+def largest_chunk(bytes_of: Callable[[int], int], budget_bytes: int, context: int) -> int:
+    """Rows of the largest chunk of CHUNKS that a budget and a context have room for, 0 if none.
+
+    bytes_of(rows) grows with the rows; it is asked a few times.
+    """
+    candidates = [rows for rows in CHUNKS if rows <= max(context, CELL_ROWS)]
+    low, high = 0, len(candidates)  # the first one that fits is in candidates[low : high + 1]
+    while low < high:
+        middle = (low + high) // 2
+        if bytes_of(candidates[middle]) <= budget_bytes:
+            high = middle
+        else:
+            low = middle + 1
+    return candidates[low] if low < len(candidates) else 0

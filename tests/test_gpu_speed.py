@@ -1,0 +1,180 @@
+"""strata bench gpu: what is counted, replayed routing on the device, and the command as a whole.
+
+Kernels run on the CPU through the shim, or on a GPU with STRATA_TEST_DEVICE=cuda.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from strata import gpu_speed
+from strata.base.errors import BadArgument
+from strata.cli import app
+from strata.gpu import device
+from strata.gpu.launch import Launch
+from strata.gpu.speed import SOURCE, copy_blocks, replay_ids
+from strata.gpu_speed import Effort, distinct_experts, op_bytes, op_name, open_backend, repeated, replayed
+from strata.replay import uniform_ids
+from tests.canonical.call import assert_same, check_guards, guarded, room
+from tests.gpu.host_device import HostDevice
+from tests.gpu.run_on_cpu import ON_DEVICE, address, needs_compiler, run_all
+
+LEAST = Effort(nodes=1, rounds=1, copy_bytes=1 << 16, windows=1)
+
+
+def new_device():
+    return device.CupyDevice() if ON_DEVICE else HostDevice()
+
+
+@pytest.fixture(scope="module")
+def backend(tiny_path):
+    with open_backend(tiny_path, 256, "f16", new_device()) as made:
+        yield made
+
+
+# ---- kernels
+
+
+@needs_compiler
+@pytest.mark.parametrize("reverse", [False, True])
+def test_replayed_ids(reverse):
+    n, L, T, K = 7, 3, 4, 10
+    table = guarded(uniform_ids(n, L, 40, K))
+    at, ids, weights = guarded(np.array([5], np.uint64)), room(T, K, dtype="int32"), room(T, K)
+    for layer in range(L):
+        run_all(replay_ids(address(table), address(at), n, L, layer, T, K, address(ids), address(weights)),
+                reverse=reverse)  # fmt: skip
+        assert_same(ids, table[(5 + np.arange(T)) % n, layer])
+        assert_same(weights, np.full((T, K), 0.1, np.float32))
+        assert int(at[0]) == (5 if layer < L - 1 else 2), "the last layer moves on"
+    for a in (at, ids, weights):
+        check_guards(a)
+
+
+@needs_compiler
+@pytest.mark.parametrize("blocks", [1, 255, 4096, 5000])
+def test_copies(blocks):
+    source = guarded(np.random.default_rng(blocks).integers(0, 256, 16 * blocks, dtype=np.uint8))
+    target = room(16 * blocks, dtype="uint8")
+    run_all(copy_blocks(address(source), address(target), 16 * blocks))
+    assert_same(target, source)
+    check_guards(target)
+
+
+# ---- counts
+
+
+def test_distinct_experts_by_hand():
+    table = np.array([[[0, 1]], [[1, 2]], [[3, 1]], [[0, 1]]], np.int32)
+    assert distinct_experts(table, 1, 4) == 2 and distinct_experts(table, 2, 2) == 3
+    assert distinct_experts(table, 2, 4) == 3, "windows start over behind the table"
+
+
+def test_repeated_launches_join_between_repeats():
+    one = Launch(SOURCE, "copy_blocks", (1, 1, 1), (32, 1, 1), (), fork=0)
+    forked = [dataclasses.replace(one, fork=2, branch=b) for b in range(2)]
+    assert [(x.fork, x.branch) for x in repeated([*forked, one], 2)] == [(2, 0), (2, 1), (0, 0), (4, 0), (4, 1), (0, 0)]
+
+
+@needs_compiler
+def test_bytes_of_ops(backend):
+    g, program = backend.geometry, backend.programs.windows[2]
+    by_name = {(op_name(op), op.layer): op_bytes(backend, program, op, 100, 3.0) for op in program.ops}
+    ops = {(op_name(op), op.layer): op for op in program.ops}
+    gguf = backend.weights.tensors.gguf
+    layer = g.gdn_layers[1]
+    names = ("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta")
+    weights = sum(gguf.info(f"blk.{layer}.{n}.weight").n_bytes for n in names)
+    assert by_name[" ".join(names), layer] == weights
+    state = 4 * g.gdn_value_heads * g.gdn_key_dim * g.gdn_value_dim
+    vectors = [gguf.info(f"blk.{layer}.{n}").shape for n in ("ssm_a", "ssm_dt.bias", "ssm_norm.weight")]
+    assert by_name["gdn_heads", layer] == state + sum(4 * int(np.prod(shape)) for shape in vectors)
+    shared = sum(gguf.info(f"blk.{layer}.ffn_{n}_shexp.weight").n_bytes for n in ("gate", "up", "down"))
+    routed = sum(gguf.info(f"blk.{layer}.ffn_{n}_exps.weight").n_bytes for n in ("gate", "up", "down"))
+    assert by_name["experts", layer] == shared + 3 * routed / g.E
+    attend = ops["qsa_attend", g.qsa_layers[0]]
+    cells = min(102, attend.consts["budget"] * attend.consts["block"])
+    assert by_name["qsa_attend", g.qsa_layers[0]] == cells * 2 * g.Hkv * g.dh * 2
+    total = sum(by_name.values())
+    assert total < sum(t.n_bytes for t in gguf.tensors.values()) + 10 * state * g.L
+
+
+# ---- replayed windows
+
+
+@needs_compiler
+def test_windows_take_the_experts_of_the_table(backend):
+    g = backend.geometry
+    table = uniform_ids(3, g.L, g.E, g.K, seed=4)
+    tokens, state = np.array([5, 6], np.int32), backend.new_state()
+    real = backend._graphs[id(backend.programs.windows[2])]
+    with replayed(backend, table, [2]) as rewind:
+        for start in (0, 2, 1):
+            backend.window(state, tokens, (-1, -1))
+            assert_same(backend.read("moe.ids")[:2], table[(start + np.arange(2)) % 3, g.L - 1])
+        rewind()
+        backend.window(state, tokens, (-1, -1))
+        assert_same(backend.read("moe.ids")[:2], table[:2, g.L - 1])
+    assert backend._graphs[id(backend.programs.windows[2])] is real
+    with pytest.raises(BadArgument, match="table"), replayed(backend, table[:, :1]):
+        pass
+
+
+# ---- the command
+
+
+def command(*more: str) -> list[str]:
+    return ["bench", "gpu", *more]
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(gpu_speed, "DEFAULT_EFFORT", LEAST)
+    if not ON_DEVICE:
+        monkeypatch.setattr(device, "CupyDevice", lambda index: HostDevice())
+
+
+@needs_compiler
+def test_a_file_from_the_command_line(quick, tiny_path):
+    words = command("--model", str(tiny_path), "--rows", "1,2", "--context", "256", "--position", "40", "--routing",
+                    "uniform", "--card", "RTX 4090")  # fmt: skip
+    done = CliRunner().invoke(app, [*words, "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert {"command", "model", "device", "layers", "position", "copy_gbps", "node_us", "weight_bytes", "routing",
+            "card", "windows", "load_s"} <= set(found)  # fmt: skip
+    assert found["card"]["name"] == "RTX 4090" and found["position"] == 40
+    assert [w["rows"] for w in found["windows"]] == [1, 2]
+    for w in found["windows"]:
+        assert set(w) == {f.name for f in dataclasses.fields(gpu_speed.WindowSpeed)}
+        assert w["us"] > 0 and w["wall_us"] > 0 and w["nodes"] > 50
+        assert w["card_us"] == pytest.approx(w["n_bytes"] / 1008e3 + w["nodes"] * found["node_us"])
+        assert w["head_us"] > 0 and w["head_nodes"] >= 5 and w["head_card_us"] > w["head_bytes"] / 1008e3 > 0
+        ops = {op["name"]: op for op in w["ops"]}
+        known = {"experts", "router", "gdn_heads", "qsa_attend", "embed", "attn_qkv attn_gate ssm_alpha ssm_beta"}
+        assert known <= set(ops)
+        assert all(op["us"] > 0 and op["nodes"] > 0 for op in ops.values())
+    one, two = found["windows"]
+    assert two["distinct"] > one["distinct"] and two["n_bytes"] > one["n_bytes"]
+
+
+@needs_compiler
+def test_what_a_reader_sees(quick, tiny_path):
+    words = ("--rows", "1", "--context", "256", "--position", "8")
+    done = CliRunner().invoke(app, command("--model", str(tiny_path), *words))
+    assert done.exit_code == 0, done.output
+    for text in ("device", "routing", "window of 1 row", "distinct experts", "of the copy", "RTX 5070", "experts"):
+        assert text in done.stdout, text
+
+
+def test_refusals(quick, tiny_path):
+    for words, text in ((("--rows", "9"), "rows"), (("--rows", "x"), "rows"), (("--routing", "own"), "routing"),
+                        (("--card", "nothing"), "card"), (("--position", "300", "--context", "256"), "position"),
+                        (("--layers", "0"), "layers")):  # fmt: skip
+        done = CliRunner().invoke(app, command("--model", str(tiny_path), *words))
+        assert done.exit_code == 2 and text in done.stderr, (words, done.output)
