@@ -264,6 +264,15 @@ static T exchange(unsigned mask, T value, int source) {
 #define DYNAMIC_SHARED(name) unsigned char *name = shim::dynamic_start()
 
 static inline void __syncthreads() { shim::yield(shim::BLOCK); }
+static inline int __syncthreads_count(int p) {
+    static int count;
+    __syncthreads();
+    if (shim::now->thread.x == 0) count = 0;
+    __syncthreads();
+    count += p != 0;
+    __syncthreads();
+    return count;
+}
 static inline void __syncwarp(unsigned mask = 0xffffffffu) { shim::exchange(mask, 0, 0); }
 static inline void __threadfence() {}
 static inline void __threadfence_system() {}
