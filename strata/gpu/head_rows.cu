@@ -7,7 +7,7 @@
 
 #define RUN 64
 #define TOP_THREADS 1024
-#define RUNS_EACH 4      // runs that a thread keeps in registers
+#define GROUPS 64
 #define CANDIDATES 2048  // logits that are sorted by counting
 #define BAD 0xffffffffu
 
@@ -40,23 +40,6 @@ KERNEL(256) head_scan(const float *logits, u32 *tops, int V, int runs, int bans)
     if (lane == 0) tops[(size_t)row * runs + run] = top;
 }
 
-// The n-th largest of the keys that threads hold, or a number between it and the next smaller one: bits from the top,
-// one count a bit. Counting by votes has no hot counters, as digits of similar floats would.
-template <int EACH>
-DEVICE u32 nth_largest(const u32 (&keys)[EACH], int n, int *warps) {
-    u32 bound = 0;
-    for (int bit = 31; bit >= 0; bit--) {
-        u32 trial = bound | 1u << bit;
-        int mine = 0;
-#pragma unroll
-        for (int i = 0; i < EACH; i++) mine += keys[i] >= trial;
-        int all = block_count(mine, warps);
-        if (all >= n) bound = trial;
-        if (all == n) break;
-    }
-    return bound;
-}
-
 // ids and values (T, stride): the n largest logits in order. status (T): -1, or the id of the first bad logit, and then
 // nothing else is written. One block a row; V >= n.
 //
@@ -64,39 +47,45 @@ DEVICE u32 nth_largest(const u32 (&keys)[EACH], int n, int *warps) {
 // into the list, the bound is raised to the n-th largest of all, ties by lowest id.
 KERNEL(TOP_THREADS) head_top(const float *logits, const u32 *tops, int *ids, float *values, int *status, int V, int runs,
                              int n, int stride, int bans) {
-    __shared__ int warps[33], first_bad, found;
+    __shared__ int warps[32], first_bad, found;
+    __shared__ u32 maxima[GROUPS], edge_of_runs, largest;
     __shared__ u64 list[CANDIDATES];
     int row = blockIdx.x, t = threadIdx.x, lane = t & 31, warp = t >> 5;
     const float *l = logits + (size_t)row * V;
     const u32 *top = tops + (size_t)row * runs;
     if (t == 0) first_bad = V, found = 0;
     __syncthreads();
-    u32 bound = 0;
-    {
-        u32 keys[RUNS_EACH];
-        int most = 0;
+    // Groups of 16 threads hold every 64th part of the runs: the n-th largest of their maxima bounds the n-th largest
+    // logit from below, since n different runs reach it.
+    u32 most = 0;
+    for (int b = t; b < runs; b += TOP_THREADS) most = top[b] > most ? top[b] : most;
 #pragma unroll
-        for (int i = 0; i < RUNS_EACH; i++) {
-            int b = t + i * TOP_THREADS;
-            keys[i] = b < runs ? top[b] : 0;
-            if (keys[i] == BAD) most = 1;
-        }
-        for (int b = t + RUNS_EACH * TOP_THREADS; b < runs; b += TOP_THREADS) most |= top[b] == BAD;
-        if (block_count(most, warps)) {
-            for (int b = t; b < runs; b += TOP_THREADS)
-                if (top[b] == BAD)
-                    for (int i = b * RUN; i < V && i < (b + 1) * RUN; i++)
-                        if (is_bad(l[i], bans)) {
-                            atomicMin(&first_bad, i);
-                            break;
-                        }
-            __syncthreads();
-            if (t == 0) status[row] = first_bad;
-            return;
-        }
-        // The n-th largest of some runs bounds the n-th largest logit from below as well.
-        if (runs > n) bound = nth_largest(keys, n, warps);
+    for (int half = 8; half; half >>= 1) {
+        u32 other = __shfl_xor_sync(ALL_LANES, most, half);
+        most = other > most ? other : most;
     }
+    if ((t & 15) == 0) maxima[t >> 4] = most;
+    __syncthreads();
+    if (t < GROUPS) {
+        int larger = 0;
+        for (int g = 0; g < GROUPS; g++) larger += maxima[g] > maxima[t] || (maxima[g] == maxima[t] && g < t);
+        if (larger == n - 1) edge_of_runs = maxima[t];
+        if (larger == 0) largest = maxima[t];
+    }
+    __syncthreads();
+    if (largest == BAD) {
+        for (int b = t; b < runs; b += TOP_THREADS)
+            if (top[b] == BAD)
+                for (int i = b * RUN; i < V && i < (b + 1) * RUN; i++)
+                    if (is_bad(l[i], bans)) {
+                        atomicMin(&first_bad, i);
+                        break;
+                    }
+        __syncthreads();
+        if (t == 0) status[row] = first_bad;
+        return;
+    }
+    u32 bound = edge_of_runs;
     // Keys that are all different: larger logits first, equal ones by lowest id.
     u64 edge = (u64)bound << 32;
     for (;;) {
