@@ -52,7 +52,7 @@ def check(rng, T: int, K: int, rows: dict[str, int], draw=plain, reverse=False) 
         assert_same(y, w, f"T {T}, K {K}")
 
 
-@pytest.mark.parametrize("K", [8, 16, 24, 32, 40, 64, 256, 320, 640, 2560])
+@pytest.mark.parametrize("K", [8, 16, 24, 32, 40, 64, 256, 264, 320, 504, 512, 640, 2560])
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
 def test_short_rows(K, kind):
     rng = np.random.default_rng(K)

@@ -14,9 +14,15 @@ INSTANCE_ROWS = (1, 2, 4, 8)
 
 SOURCE = Source(
     "float_gemv.cu",
-    (*(f"{kernel}<{T}>" for kernel in ("float_gemv", "float_gemv_long") for T in INSTANCE_ROWS), "float_grouped"),
+    (
+        *(f"{kernel}<{T}>" for kernel in ("float_gemv", "float_gemv_long") for T in INSTANCE_ROWS),
+        *(f"float_gemv_short<{kind}, {extra}>" for kind in ("F16_VALUES", "BF16_VALUES") for extra in (2, 8)),
+        "float_grouped",
+    ),
 )
 KINDS = {"F32": 0, "F16": 1, "BF16": 2}
+SHORT_ROWS = range(256, 513)
+"""Values of rows that four threads share, if the matrix is alone and has 16 bits a value."""
 MOST_MATRICES = 4
 NOWHERE = np.uint64(0)
 LONG_ROW, FEW_ROWS_LONG, FEW_ROWS = 4096, 1024, 1024
@@ -66,6 +72,11 @@ def _launch(x: int, T: int, K: int, matrices: list[FloatMatrix], error: int, whe
     words: list[np.generic] = []
     for m in matrices + [FloatMatrix("F32", 0, 0, 0)] * (MOST_MATRICES - len(matrices)):
         words += [pointer(m.address), pointer(m.y), i32(m.rows), i32(KINDS[m.format_name])]
+    m, shared_bytes = matrices[0], 4 * T * K
+    if len(matrices) == 1 and not m.squeeze and K in SHORT_ROWS and m.format_name != "F32" and shared_bytes <= 48 << 10:
+        kernel = f"float_gemv_short<{m.format_name}_VALUES, {2 if K <= 320 else 8}>"
+        short = (pointer(x), i32(K), i32(T), pointer(m.address), pointer(m.y), i32(m.rows))
+        return launch(SOURCE, kernel, -(-m.rows // 32), 128, *short, shared_bytes=shared_bytes)
     rows, n = sum(m.rows for m in matrices), instance_rows(T)
     pieces = -(-T // n)
     args = (pointer(x), i32(K), i32(T), *words, i32(matrices[0].squeeze), pointer(error), where)
