@@ -10,23 +10,31 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from strata.base.errors import DoesNotFit, StrataError, need
+import numpy as np
+
+from strata.base.errors import BadArgument, DoesNotFit, StrataError, need
 from strata.base.geometry import CONTEXT_RESERVE, Geometry
 from strata.base.plan import MIB, Plan
+from strata.base.program import ProgramSet
 from strata.cpu.backend import CpuBackend
 from strata.gpu.backend import GpuBackend
 from strata.gpu.device import CupyDevice, Device, cuda_problem
-from strata.pack.experts import expert_layout
+from strata.pack.experts import ExpertLayout, expert_layout
 from strata.pack.gguf_file import GgufFile
 from strata.pack.mtp_files import DraftLayer, read_draft
+from strata.pack.ngram import TABLE_NAME
+from strata.pack.ngram_reader import direct_problem
+from strata.pack.profile import ExpertProfile, read_profile
 from strata.pack.tensors import Tensors
-from strata.planner.chunks import with_chunk
+from strata.planner.chunks import paid_with_slots, with_chunk
 from strata.planner.draft import draft_source
 from strata.planner.facts import ModelFacts
 from strata.planner.machine import Gpu, Machine
-from strata.planner.memory import choose_device, facts_of, plan
-from strata.planner.options import PlanOptions, check_device_name
+from strata.planner.memory import MODEST_CONTEXT, choose_device, facts_of, plan
+from strata.planner.options import EXPERT_MODES, NGRAM_MODES, PlanOptions, check_device_name
 from strata.planner.state_bytes import round_context
+from strata.runtime.link_share import first_share
+from strata.runtime.orchestrator import Orchestrator, TieredBackend, TierSetup
 from strata.runtime.session import AUTOMATIC_CHECKPOINTS
 
 log = logging.getLogger("strata")
@@ -49,18 +57,34 @@ class LoadOptions:
     checkpoints: int = AUTOMATIC_CHECKPOINTS
     device: str = "auto"
     vram_gib: float | None = None
+    ngram: str = "auto"
+    slots: int | str | None = None
+    experts: str = "auto"
+    pcie_share: float | None = None
+    profile: Any = None
 
     def validate(self) -> None:
         """Raise BadArgument for the first option out of its range."""
         need(self.kv in KV_FORMATS, "kv is unknown", found=repr(self.kv), needed=", ".join(KV_FORMATS))
         known = self.prefill in ("auto", "windows")
         need(known, "prefill is unknown", found=repr(self.prefill), needed='"auto" or "windows"')
+        need(self.ngram in NGRAM_MODES, "ngram is unknown", found=repr(self.ngram), needed=", ".join(NGRAM_MODES))
         for name, least in (("sessions", 1), ("context", 1), ("threads", 1), ("checkpoints", 0)):
             value = getattr(self, name)
             if value is not None or name not in ("context", "threads"):
                 good = isinstance(value, int) and not isinstance(value, bool) and value >= least
                 need(good, f"{name} is out of range", found=repr(value), needed=f"an integer >= {least}")
         check_device_name(self.device)
+        whole = isinstance(self.slots, int) and not isinstance(self.slots, bool) and self.slots >= 0
+        need(self.slots in (None, "all") or whole, "slots is out of range", found=repr(self.slots),
+             needed='None, "all" or an integer >= 0')  # fmt: skip
+        need(self.experts in EXPERT_MODES, "experts is unknown", found=repr(self.experts),
+             needed=", ".join(EXPERT_MODES))  # fmt: skip
+        share = self.pcie_share
+        number = isinstance(share, int | float) and not isinstance(share, bool) and 0 <= share <= 1
+        need(share is None or number, "pcie_share is out of range", found=repr(share), needed="None, or 0 to 1")
+        known = self.profile is None or isinstance(self.profile, str | Path | ExpertProfile)
+        need(known, "profile is unusable", found=repr(self.profile), needed="a path or an ExpertProfile")
         small = self.context is not None and self.context < LEAST_CONTEXT
         need(not small, "the context is too small", found=self.context, needed=f">= {LEAST_CONTEXT}")
         proposes = callable(getattr(self.draft, "propose", None))
@@ -74,6 +98,13 @@ class LoadOptions:
     @property
     def drafting(self) -> bool:
         return self.draft not in (None, "off")
+
+
+    def ranking(self, g: Geometry) -> ExpertProfile | None:
+        """The profile, read and checked against the model."""
+        if isinstance(self.profile, str | Path):
+            return read_profile(self.profile, g.L, g.E)
+        return self.profile
 
 
 def find_draft_layer(gguf: GgufFile, draft: Any) -> Path | None:
@@ -101,27 +132,37 @@ def plan_load(gguf: GgufFile, g: Geometry, o: LoadOptions, source: Path | None) 
         checkpoints=o.checkpoints,
         threads=o.threads,
         vram_gib=o.vram_gib,
+        ngram=o.ngram,
+        slots=g.L * g.E if o.slots == "all" else o.slots,
+        experts=o.experts,
+        pcie_share=o.pcie_share,
+        profile=o.ranking(g),
     )
     facts, gpu = facts_of(gguf, g, source), choose_device(machine, options)
-    made = None if gpu is None else _plan_gpu(facts, machine, gpu, options)
-    if made is not None and o.prefill == "auto":
-        made = with_chunk(made, gguf, g)
+    made = None if gpu is None else _plan_gpu(facts, machine, gpu, options, gguf)
     if made is None:
-        made = plan(facts, machine, replace(options, device="cpu", vram_gib=None))
+        alone = replace(options, device="cpu", vram_gib=None, slots=None, experts="auto", pcie_share=None)
+        made = plan(facts, machine, alone)
+    if o.ngram == "auto" and made.ngram == "direct" and (problem := direct_problem(gguf, TABLE_NAME)):
+        _warn_once(f"the n-gram table is read through the page cache: {problem}")
+        return plan_load(gguf, g, replace(o, ngram="mapped"), source)
     made.require()
     for note in made.notes:
         log.warning("%s", note)
     return made
 
 
-def _plan_gpu(facts: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions) -> Plan | None:
+def _plan_gpu(facts: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, gguf: GgufFile) -> Plan | None:
     """The plan on a card. What device="auto" cannot have is said once and becomes None; otherwise it raises."""
     try:
         problem = device_problem(gpu)
         if problem is not None:
             raise problem
-        made = plan(facts, machine, all_experts(o, facts.geometry))
-        need_all_experts(made, gpu)
+        made = _plan_every_expert(facts, machine, gpu, o)
+        if made is None:
+            made = _plan_shared(facts, machine, gpu, o, gguf)
+        elif o.prefill == "auto":
+            made = with_chunk(made, gguf, facts.geometry)
     except StrataError as error:
         if o.device != "auto":
             raise
@@ -130,9 +171,41 @@ def _plan_gpu(facts: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions) -> 
     return made
 
 
+def _plan_every_expert(facts: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions) -> Plan | None:
+    """The plan with every expert in VRAM; None if it does not fit, or only with a short context, and was not asked for.
+
+    DoesNotFit if it was asked for.
+    """
+    asked = o.slots is not None and o.slots >= facts.n_pairs
+    if o.slots is not None and not asked:
+        return None
+    made = plan(facts, machine, all_experts(o, facts.geometry))
+    if asked:
+        need_all_experts(made, gpu)
+    least = min(facts.geometry.trained_context, MODEST_CONTEXT) if o.context is None else 0
+    return made if asked or (made.fits and made.context >= least) else None
+
+
+def _plan_shared(facts: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, gguf: GgufFile) -> Plan:
+    """The plan with a part of the experts in VRAM. A prefill chunk takes the place of some of them."""
+    if facts.split is None:
+        raise BadArgument(f"{facts.name} has float experts, which cannot be shared with the CPU", found=facts.types_text,
+                          needed="quantised experts, or all of them in VRAM")  # fmt: skip
+    made = paid_with_slots(lambda options: plan(facts, machine, options), o, gguf, facts.geometry)
+    made.require()
+    if o.pcie_share is not None or not _has_line(made, "link staging"):
+        return made
+    share = first_share(facts, machine, gpu, made.threads, made.estimate.hit_rate)
+    return replace(made, pcie_share=share)
+
+
+def _has_line(p: Plan, name: str) -> bool:
+    return any(line.line == name for line in p.lines)
+
+
 def all_experts(o: PlanOptions, g: Geometry) -> PlanOptions:
-    """What a load on a GPU executes: every expert in VRAM. Prefill chunks get what that leaves: `with_chunk`."""
-    return replace(o, slots=g.L * g.E, prefill="windows")
+    """Every expert in VRAM: then nothing is shared. Prefill chunks get what that leaves: `with_chunk`."""
+    return replace(o, slots=g.L * g.E, prefill="windows", experts="auto", pcie_share=None, profile=None)
 
 
 def need_all_experts(made: Plan, gpu: Gpu) -> None:
@@ -174,22 +247,52 @@ def load_draft_layer(source: Path | None, gguf: GgufFile, arch: ModuleType, g: G
 
 
 def make_backend(
-    gguf: GgufFile, arch: ModuleType, g: Geometry, p: Plan, pin: bool, layer: DraftLayer | None
+    gguf: GgufFile,
+    arch: ModuleType,
+    g: Geometry,
+    p: Plan,
+    pin: bool,
+    layer: DraftLayer | None,
+    profile: ExpertProfile | None = None,
 ) -> CpuBackend | GpuBackend:
     """Allocate what the plan says, but for the sessions, and compile what the file's types need."""
     chunk_rows = p.prefill_rows if p.device != "cpu" else 0
     programs = arch.build_programs(g, round_context(p.context), p.kv, layer.head_rows if layer else 0, chunk_rows)
     held: Mapping[str, Any] = layer.tensors if layer else {}
     tensors, experts = Tensors(gguf, held), expert_layout(gguf, g.L)
+    ids = layer.vocabulary if layer else None
     if p.device == "cpu":
         return CpuBackend(
-            tensors, g, experts, programs, threads=p.threads, pin=pin, ngram_cache_rows=p.ngram_cache_rows
-        )
+            tensors, g, experts, programs, threads=p.threads, pin=pin, ngram_cache_rows=p.ngram_cache_rows,
+            ngram=p.ngram, draft_ids=ids,
+        )  # fmt: skip
     of_driver = sum(line.held_bytes for line in p.lines if line.kind == "driver")
     device = open_device(int(p.device.partition(":")[2]), p.free_bytes["vram"] - of_driver)
     try:
         with device.current():
-            return GpuBackend(tensors, g, experts, programs, device, ngram_cache_rows=p.ngram_cache_rows)
+            if p.n_slots < g.L * g.E:
+                return _tiered(tensors, g, experts, programs, device, p, pin, profile, ids)
+            return GpuBackend(tensors, g, experts, programs, device, ngram_cache_rows=p.ngram_cache_rows,
+                              ngram=p.ngram, draft_ids=ids)  # fmt: skip
     except BaseException:
         device.close()
+        raise
+
+
+def _tiered(
+    tensors: Tensors, g: Geometry, experts: ExpertLayout, programs: ProgramSet, device: Device, p: Plan, pin: bool,
+    profile: ExpertProfile | None, draft_ids: np.ndarray | None,
+) -> TieredBackend:  # fmt: skip
+    """A backend for a plan with fewer slots than experts."""
+    link = _has_line(p, "link staging")
+    mode = p.experts if p.experts != "mapped" or link else "file"
+    setup = TierSetup(p.slots, mode, link, p.pcie_share, p.threads, pin, profile, p.link_gbps)
+    shared = Orchestrator(device, tensors, experts, g.K, setup)
+    try:
+        return TieredBackend(tensors, g, programs, shared, ngram_cache_rows=p.ngram_cache_rows, ngram=p.ngram,
+                             draft_ids=draft_ids)  # fmt: skip
+    except BaseException:
+        shared.quiet()
+        device.close()  # before what it reads
+        shared.close()
         raise

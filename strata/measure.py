@@ -73,8 +73,10 @@ class TimedBackend:
     def window(self, state: State, tokens: np.ndarray, previous: tuple[int, int]) -> None:
         self.clock.call(self._backend.window, state, tokens, previous)
 
-    def prefill(self, state: State, tokens: np.ndarray, previous: tuple[int, int]) -> None:
-        self.clock.call(self._backend.prefill, state, tokens, previous)
+    def prefill(
+        self, state: State, tokens: np.ndarray, previous: tuple[int, int], following: np.ndarray | None = None
+    ) -> None:
+        self.clock.call(self._backend.prefill, state, tokens, previous, following)
 
     def head(self, first_row: int, T: int, request: HeadRequest) -> HeadRows:
         return self.clock.call(self._backend.head, first_row, T, request)

@@ -26,6 +26,7 @@ from strata.options import refuse_unknown
 from strata.pack.fingerprint import fingerprint
 from strata.pack.gguf_file import GgufFile
 from strata.records import ChatResult, Result
+from strata.runtime.orchestrator import TieredBackend
 from strata.runtime.session import AUTOMATIC_CHECKPOINTS, SessionState
 from strata.runtime.speculation import Speculator, drafting_facts
 from strata.runtime.transfer import Identity
@@ -65,13 +66,19 @@ def load(
     checkpoints: int = AUTOMATIC_CHECKPOINTS,
     device: str = "auto",
     vram_gib: float | None = None,
+    ngram: str = "auto",
+    slots: int | str | None = None,
+    experts: str = "auto",
+    pcie_share: float | None = None,
+    profile: Any = None,
     **unknown: Any,
 ) -> Model:
     """Load a model from a GGUF file (any one shard of it), after planning what it takes (`strata.plan`).
 
     context      cells for prompt and answer together (8 are kept free); None: the trained context, or what fits
     sessions     conversations that can be held at once, each with its own memory
-    threads      CPU threads, the caller's included; None: all physical cores this process may use
+    threads      CPU threads, the caller's included; None: all physical cores this process may use, beside a GPU all but
+                 one
     pin          bind workers to cores
     kv           "f16", "int8" (half the memory) or "auto": f16 up to 8,192 cells
     prefill      "auto": prompts in chunks of 256 rows where they fill one; "windows": 8 rows at a time
@@ -79,9 +86,19 @@ def load(
                  the latter alone; a path to a draft layer; or an object with propose(tokens, k)
     checkpoints  automatic prefix checkpoints a session keeps
     device       "auto": the first GPU if it can be used and holds the model, else the CPU (a GPU that is there and not
-                 used is mentioned once); "cpu"; "cuda" or "cuda:N": that GPU, or an error that says what is lacking.
-                 Today a GPU must hold every expert
+                 used is mentioned once); "cpu"; "cuda" or "cuda:N": that GPU, or an error that says what is lacking
     vram_gib     most that is taken of the GPU's memory, the driver's share included; None: what is free
+    slots        routed experts that the GPU holds; None: all if they fit, else as many as fit; "all": every one, or
+                 DoesNotFit; 0: none. The CPU computes the others
+    experts      where RAM holds experts when the GPU does not hold all: "mapped" (pages of the file), "pinned" (all,
+                 locked), "resident" (what the GPU does not hold, locked) or "auto": the first of the last two that
+                 fits, else "mapped"
+    pcie_share   share of the experts missing in a layer that the GPU reads over PCIe instead, 0 to 1; None: as
+                 `strata calibrate` kept it, else by cost. Above 0 with experts="mapped" it locks the file's pages
+    profile      file of a ranking of experts (`strata profile`), or an ExpertProfile: the first are held
+    ngram        how rows of the n-gram table are read: "mapped": through the page cache; "direct": past it, while the
+                 window already runs; "auto": mapped where free RAM holds the whole table, else direct if the file
+                 system can
 
     What is asked for is never made smaller: it fits or raises DoesNotFit before anything is allocated; what is chosen
     automatically may shrink, with a warning. `Model.plan` is the plan, `Model.stats()["plan"]` compares it with what
@@ -89,7 +106,8 @@ def load(
     """
     refuse_unknown(unknown, [f.name for f in fields(LoadOptions)], "load")
     need(isinstance(path, str | Path), "path is no path", found=repr(path), needed="str or Path")
-    options = LoadOptions(context, sessions, threads, pin, kv, prefill, draft, checkpoints, device, vram_gib)
+    options = LoadOptions(context, sessions, threads, pin, kv, prefill, draft, checkpoints, device, vram_gib, ngram,
+                          slots, experts, pcie_share, profile)  # fmt: skip
     options.validate()
     began = time.perf_counter()
     gguf = GgufFile(path)
@@ -127,7 +145,8 @@ class Model:
         self.plan: Plan = plan_load(gguf, self.geometry, options, source)
         self.context, self.kv = self.plan.context, self.plan.kv
         self.draft_layer = load_draft_layer(source, gguf, arch, self.geometry)
-        self._backend = make_backend(gguf, arch, self.geometry, self.plan, options.pin, self.draft_layer)
+        self._backend = make_backend(gguf, arch, self.geometry, self.plan, options.pin, self.draft_layer,
+                                     options.ranking(self.geometry))  # fmt: skip
         if self.draft_layer is not None and self.plan.device != "cpu":
             self.draft_layer = self.draft_layer.without_tensors()  # they are on the device
         self._turn = threading.RLock()
@@ -139,11 +158,11 @@ class Model:
         try:
             with self._backend.current():
                 self._states = [self._new_state() for _ in range(self.sessions)]
+            self.taken = self._allocations()
         except BaseException:
             self._backend.close()
             raise
         self._free = list(self._states)
-        self.taken = self._allocations()
         self.mismatches: list[Mismatch] = self.plan.verify(self.taken)
         for mismatch in self.mismatches:
             log.warning("allocation differs from the plan: %s", mismatch)
@@ -166,7 +185,7 @@ class Model:
     def _new_state(self) -> SessionState:
         mtp = None
         if self.draft_layer is not None:
-            mtp = MtpDrafter(self._backend, self.geometry.CD, self.draft_layer.vocabulary)
+            mtp = MtpDrafter(self._backend.draft)
         state = SessionState(self._backend, self.context, self.plan.checkpoints, mtp)
         if self.policy is not None:
             state.speculator = Speculator(state, self.policy, self._guard)
@@ -203,6 +222,11 @@ class Model:
         with self._turn, self._backend.current():
             self._need_open()
             yield
+
+    def check_file(self) -> None:
+        """FileError if experts are read from a file that is no longer as long as it was."""
+        if isinstance(self._backend, TieredBackend):
+            self._backend.check_file()
 
     # ---- text
 
@@ -308,6 +332,7 @@ class Model:
             },
             "pool": b.pool.stats() if b.pool is not None else None,
             "ngram": dict(vars(b.ngram.stats)) if b.ngram else None,
+            "experts": b.orchestrator.record() if isinstance(b, TieredBackend) else None,
             "drafting": drafting_facts([s.speculator for s in self._states if s.speculator is not None]),
         }
 

@@ -27,6 +27,7 @@ def plan(path: str | Path, *, machine: Machine | None = None, measure: bool = Fa
     draft             also "mtp": price a draft layer in its usual form when none is here
     draft_vocabulary  head rows that drafts are scored on
     ngram_cache_rows  rows of the n-gram row cache
+    ngram             "auto", "mapped" or "direct": how rows of the n-gram table are read
     reserve_mib       VRAM left free
     vram_gib, ram_gib caps on what may be taken
 

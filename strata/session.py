@@ -89,6 +89,7 @@ class Session:
         ids = token_ids(model.tokenize(prompt) if isinstance(prompt, str) else prompt, model.geometry.V)
         self._take(checked.wait)
         try:
+            model.check_file()
             text = TextStop(model.tokenizer, checked.stop, () if checked.ignore_eos else None)
             generation = Generation(
                 self._state, ids, checked.params, checked.max_tokens, text, lambda: text.stopped, turn_starts,
@@ -151,6 +152,7 @@ class Session:
         windows_only = self._model.windows_only if prefill is None else prefill == "windows"
         self._take(wait=False)
         try:
+            self._model.check_file()
             with self._model.turn():
                 score(self._state, ids, windows_only, sink)
         finally:

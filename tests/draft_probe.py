@@ -22,7 +22,7 @@ N_DRAFTS = 3
 
 def new_session(model: strata.Model, checkpoints: int = 0) -> SessionState:
     """A session of a model loaded with a draft layer."""
-    drafter = MtpDrafter(model._backend, model.geometry.CD, model.draft_layer.vocabulary)
+    drafter = MtpDrafter(model._backend.draft)
     return SessionState(model._backend, model.context, checkpoints, drafter)
 
 

@@ -137,7 +137,7 @@ def drafting_session(model: strata.Model, policy: Any, drafter: Any = None, draf
     user's drafter. policy=None: no drafts."""
     mtp = None
     if draft_layer and model.draft_layer is not None:
-        mtp = MtpDrafter(model._backend, model.geometry.CD, model.draft_layer.vocabulary)
+        mtp = MtpDrafter(model._backend.draft)
     state = SessionState(model._backend, model.context, checkpoints, mtp)
     if policy is not None:
         guard = None if drafter is None else DrafterGuard(drafter, model.geometry.V)

@@ -176,13 +176,20 @@ def test_draft_layer(pair):
     x = rng.standard_normal((5, pair.cpu.geometry.CD)).astype(np.float32)
     results = []
     for backend, state in ((pair.cpu, pair.cs), (pair.gpu, pair.gs)):
-        backend.draft_append(state, x[:3], TOKENS[:3], 0)
-        backend.draft_append(state, x[3:4], TOKENS[3:4], 3)
-        first = [a.copy() for a in backend.draft_step(state, x[4], int(TOKENS[4]), 4, 0)]
-        second = [a.copy() for a in backend.draft_step(state, first[1], 17, 5, 2)]
-        results.append([*first, *second])
-    for cpu, gpu in zip(*results, strict=True):
-        assert_same(gpu, cpu)
+        layer = backend.draft
+        for i, row in enumerate(x):
+            layer.set_row(state, 62 + i, row)
+        layer.append(state, TOKENS[:3], 62)  # over the end of the ring
+        layer.append(state, TOKENS[3:4], 65)
+        results.append([
+            layer.steps(state, int(TOKENS[4]), 66, 62, 1),
+            layer.steps(state, None, 67, 62, 2),
+            layer.steps(state, 17, 66, 64, 1),
+            layer.row(state, 64).tolist(),
+        ])  # fmt: skip
+        results[-1].append([state.read_cells(n, 67).tobytes() for n in state.buffers if n.startswith("mtp.") and "waiting" not in n])
+    assert results[0] == results[1]
+    assert results[0][3] == x[2].tolist()
 
 
 def test_memory_is_what_was_planned(pair, tiny_path, mtp_path):

@@ -72,6 +72,7 @@ def test_long_rows(K, kind):
 def test_every_number_of_rows(T):
     rng = np.random.default_rng(T)
     check(rng, T, 264, {"BF16": 9, "F32": 4})
+    check(rng, T, 320, {"BF16": 41})
     check(rng, T, 4096, {"BF16": 2})
 
 

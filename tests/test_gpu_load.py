@@ -308,8 +308,10 @@ def test_a_card_without_room_is_refused_with_numbers_or_auto_takes_the_cpu(tiny_
         with pytest.raises(DoesNotFit) as refused:
             strata.load(tiny_path, context=256, device=device, vram_gib=0.4)
         text = str(refused.value)
-        assert "with every expert" in text and "MiB free" in text and "MiB needed" in text
+        assert "does not fit" in text and "MiB free" in text and "MiB needed" in text
         assert 'device="cpu"' in refused.value.advice and "slots" not in refused.value.advice
+        with pytest.raises(DoesNotFit, match="with every expert"):
+            strata.load(tiny_path, context=256, device=device, vram_gib=0.4, slots="all")
     with caplog.at_level(logging.WARNING, "strata"):
         for _ in range(2):
             with strata.load(tiny_path, context=256, vram_gib=0.4, threads=1, device="auto") as model:
@@ -381,7 +383,7 @@ def test_commands_take_a_device(tiny_path, monkeypatch):
     lend_gpu(monkeypatch)
     runner, model = CliRunner(), ["--model", str(tiny_path), "--context", "256"]
     refused = runner.invoke(app, ["run", "x = ", *model, "--device", "cuda", "--vram-gib", "0.4"])
-    assert refused.exit_code == 1 and "with every expert" in refused.output
+    assert refused.exit_code == 1 and "does not fit" in refused.output
     unknown = runner.invoke(app, ["run", "x = ", *model, "--device", "tpu"])
     assert unknown.exit_code != 0 and "unknown device 'tpu'" in unknown.output
     done = runner.invoke(app, ["run", "x = ", *model, "--device", "cpu", "--threads", "1", "-n", "2"])

@@ -199,11 +199,12 @@ def test_a_swap_step_by_step(gguf, experts):
         with pytest.raises(BadArgument, match="evict"):
             slots.evict(0, wrong)
 
-    device.wait(made.uploader._under_way[1][1])  # the later one overtakes
-    made.assert_holds(7, 1, 30)
-    assert slots.landed() == []
+    device.wait(made.uploader._under_way[0][1])
+    assert slots.landed() == [(0, 20)] and slots.coming == [(7, 30)]
+    assert not slots.resident(7)[30]
     device.land()
-    assert slots.landed() == [(0, 20), (7, 30)] and slots.coming == []
+    assert slots.landed() == [(7, 30)] and slots.coming == []
+    made.assert_holds(7, 1, 30)
     assert slots.resident(0)[20] and not made.device_table()[0, 20].any()
     made.assert_holds(0, 0, 20)
     slots.publish()

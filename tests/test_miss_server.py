@@ -1,75 +1,25 @@
-"""The service of the CPU's experts: exact sums for every request, faults, life and death of its thread, idle peace."""
+"""The service of the CPU's experts: exact sums for every request, bad numbers, bad requests, windows, counts."""
 
 from __future__ import annotations
 
-import gc
-import os
-import subprocess
-import sys
-import textwrap
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from strata.base import arithmetic
-from strata.base.doorbell import CPU, HEADER, LAYER, REPLY, REQUEST, ROWS, STOP, Mailbox
-from strata.base.errors import BadArgument, Closed
+from strata.base.doorbell import CPU, HEADER, LAYER, REQUEST, ROWS
+from strata.base.errors import BadArgument
 from strata.base.program import COMBINE_OVERFLOW, EXPERTS_FAILED, NOT_FINITE
 from strata.cpu import miss_jobs
 from strata.cpu.miss_server import SLEEPING, MissServer
-from strata.cpu.pool import Pool
 from strata.pack.lanes import gemv as exact_product
 from tests.canonical import experts as reference
-from tests.conftest import TINY
-from tests.doorbell_device import Device, Model, Request
+from tests.doorbell_device import Model
 from tests.gguf_maker import MadeTensor
+from tests.miss_serving import assert_exact, serving, tiny, tiny_requests, wait_for, window
 from tests.tiny_models import TinyModel, small
-
-ROOT = Path(__file__).resolve().parent.parent
-LIMIT_S = 20.0
-
-
-@cache
-def tiny() -> Model:
-    return Model(TINY / "tiny-flash-next-IQ3_XXS-00001-of-00002.gguf", 8, 4)
-
-
-@cache
-def tiny_requests(n: int = 48) -> tuple[Request, ...]:
-    rng = np.random.default_rng(3)
-    return tuple(tiny().request(rng, T=1 + i % 8) for i in range(n))
-
-
-@contextmanager
-def serving(model: Model, threads: int = 2, spin_us: float = 1000) -> Iterator[tuple[MissServer, Device]]:
-    device = Device(Mailbox(8, model.K, model.D))
-    with (
-        Pool(threads, spin_us=spin_us) as pool,
-        MissServer(model.weights, device.mailbox, device.address, pool, keep=device.area) as server,
-    ):
-        yield server, device
-
-
-@contextmanager
-def window(server: MissServer) -> Iterator[None]:
-    server.begin_window()
-    try:
-        yield
-    finally:
-        server.end_window()
-
-
-def assert_exact(device: Device, n: int, seed: int = 1) -> None:
-    told = device.ask(n, LIMIT_S, seed)
-    assert (told.asked, told.replied, told.wrong, told.timeouts, told.statuses) == (n, n, 0, 0, 0), told
-
 
 # ---- sums
 
@@ -241,13 +191,6 @@ def test_random_bytes_are_survived():
         assert_exact(device, 50)
 
 
-def wait_for(condition, limit_s: float = LIMIT_S) -> None:
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < limit_s, "nothing happened in time"
-        time.sleep(0.0002)
-
-
 # ---- windows
 
 
@@ -317,165 +260,3 @@ def test_telemetry_and_counts():
 def test_memory_is_as_priced():
     with serving(tiny()) as (server, device):
         assert server.n_bytes == MissServer.scratch_bytes(tiny().weights, device.mailbox) > 0
-
-
-# ---- faults
-
-
-@pytest.mark.parametrize("fault", ["silence", "status", "delay"])
-def test_faults_leave_the_service_usable(fault):
-    with serving(tiny()) as (server, device):
-        device.prepare(tiny_requests())
-        for i in range(100):
-            with window(server):
-                server.inject(fault, {"status": 5 | 7 << 8, "delay": 300}.get(fault, 0), after=i % 3)
-                assert_exact(device, i % 3, seed=i)
-                told = device.ask(1, limit_s=0.002 if fault == "silence" else LIMIT_S)
-                if fault == "silence":
-                    assert told.timeouts == 1 and device.reply == device.number - 1
-                    wait_for(lambda: server.stats()["requests"] == device.number)
-                elif fault == "status":
-                    assert told.statuses == 1 and device.status == 5 | 7 << 8
-                else:
-                    assert told.wrong == told.statuses == 0 and told.mean_us > 300
-                assert_exact(device, 2, seed=i)
-        assert server.stats()["requests"] == device.number
-
-
-def test_closing_in_the_middle_of_a_window():
-    before, images = set(threading.enumerate()), None
-    for i in range(100):
-        device = Device(Mailbox(8, tiny().K, tiny().D))
-        images = device.prepare(tiny_requests(8), images)
-        with Pool(2) as pool:
-            server = MissServer(tiny().weights, device.mailbox, device.address, pool)
-            server.begin_window()
-            asking = threading.Thread(target=device.ask, args=(1 << 40, 0.05))
-            asking.start()
-            time.sleep(0.0005 * (i % 4))
-            server.close()
-            assert server.closed and device.words[STOP // 8] == 1
-            server.close()
-            with pytest.raises(Closed):
-                server.begin_window()
-            server.end_window()
-            replied = device.reply
-        asking.join()
-        assert device.reply == replied <= device.number
-    assert set(threading.enumerate()) <= before
-
-
-def test_stop_word_ends_the_service():
-    with serving(tiny()) as (server, device):
-        with window(server):
-            device.words[STOP // 8] = 1
-            server._service[0].join(10)
-            assert not server._service[0].is_alive()
-        assert server.closed
-        with pytest.raises(Closed):
-            server.begin_window()
-
-
-def test_a_service_goes_on_where_the_last_one_ended():
-    device = Device(Mailbox(8, tiny().K, tiny().D))
-    device.prepare(tiny_requests())
-    with Pool(2) as pool:
-        for _ in range(3):
-            with MissServer(tiny().weights, device.mailbox, device.address, pool) as server, window(server):
-                assert_exact(device, 20)
-            device.words[STOP // 8] = 0
-    assert device.words[REPLY // 8] == 60
-
-
-def test_a_collected_server_ends_its_thread():
-    device = Device(Mailbox(8, tiny().K, tiny().D))
-    with Pool(2) as pool:
-        server = MissServer(tiny().weights, device.mailbox, device.address, pool)
-        thread = server._service[0]
-        del server
-        gc.collect()
-        thread.join(10)
-        assert not thread.is_alive()
-
-
-def test_what_does_not_fit_is_refused():
-    model = tiny()
-    device = Device(Mailbox(8, 4, 256))
-    with Pool(1) as pool:
-        for mailbox, address in ((Mailbox(8, 4, 128), 0), (Mailbox(0, 4, 256), 0), (Mailbox(8, 33, 256), 0),
-                                 (device.mailbox, 8)):  # fmt: skip
-            with pytest.raises(BadArgument):
-                MissServer(model.weights, mailbox, device.address + address, pool)
-        with MissServer(model.weights, device.mailbox, device.address, pool) as server:
-            for fault in (("none",), ("delay", -1), ("delay", 1, -1)):
-                with pytest.raises(BadArgument):
-                    server.inject(*fault)
-
-
-# ---- idle peace, other threads, exit
-
-
-def test_between_windows_it_uses_no_cpu():
-    with serving(tiny(), 4) as (server, device):
-        device.prepare(tiny_requests())
-        with window(server):
-            assert_exact(device, 100)
-        threads = [*server._service, *threading.enumerate()]
-        clocks = [time.pthread_getcpuclockid(t.ident) for t in threads if t.name.startswith("strata-")]
-        assert len(clocks) >= 5
-        time.sleep(1.0)
-        began = sum(map(time.clock_gettime, clocks))
-        time.sleep(1.0)
-        assert sum(map(time.clock_gettime, clocks)) - began < 0.01
-
-
-SCRIPT = """
-    import os, sys, time, threading
-    sys.path.insert(0, {root!r})
-    from strata.base.doorbell import Mailbox
-    from strata.base.errors import Closed
-    from strata.cpu.miss_server import SLEEPING, MissServer
-    from strata.cpu.pool import Pool
-    from tests.doorbell_device import Device
-    from tests.test_miss_server import tiny, tiny_requests, window
-    device = Device(Mailbox(8, 4, 256))
-    device.prepare(tiny_requests(8))
-    pool = Pool(2)
-    server = MissServer(tiny().weights, device.mailbox, device.address, pool)
-    with window(server):
-        assert device.ask(10).replied == 10
-"""
-
-
-@pytest.mark.parametrize(
-    ("body", "code"),
-    [
-        ("pass", 0),
-        ("raise SystemExit(7)", 7),
-        ("server.begin_window(); threading.Thread(target=device.ask, args=(1 << 40, 1), daemon=True).start()", 0),
-        ("server.begin_window(); server.inject('delay', 300000); device.ask(1, 0.01)", 0),
-        (
-            """child = os.fork()
-if child == 0:
-    assert server.closed
-    try:
-        server.begin_window()
-    except Closed:
-        server.end_window()
-        server.close()
-        os._exit(0)
-    os._exit(3)
-assert os.waitpid(child, 0)[1] == 0
-with window(server):
-    assert device.ask(10).replied == 10""",
-            0,
-        ),
-    ],
-    ids=["open", "exit", "window", "busy", "fork"],
-)
-def test_interpreter_exit(body, code):
-    script = textwrap.dedent(SCRIPT).format(root=str(ROOT)) + body
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60,
-                          env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
-    assert done.returncode == code, done.stderr
-    assert done.stderr == ""

@@ -8,6 +8,8 @@ from functools import cache
 import numpy as np
 import pytest
 
+from strata.base.arithmetic import combine_terms
+from strata.base.doorbell import CPU, HIT, LINK
 from strata.base.program import COMBINE_OVERFLOW, NOT_FINITE
 from strata.cpu import expert_record as op
 from strata.cpu.expert_jobs import experts_chunk
@@ -217,3 +219,46 @@ def test_accuracy(formats):
               + sigmoid(gate[t, 0].astype(np.float64)) * exact(rows[t], layer.shared) for t in range(4)]  # fmt: skip
     bound = 3e-7 if formats[0] == "F32" else 2e-2  # int8 activations twice
     assert_accurate(layer.run(x, ids, weights, gate)[0], np.stack(wanted), bound, "experts")
+
+
+@pytest.mark.parametrize("formats", ALL_FORMATS, ids="-".join)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_sums_of_some_entries(formats, scaled):
+    """Exact sums of the entries that fall to the CPU, without the shared expert; rows without one stay as they were."""
+    layer = Layer(6, 96, 64, 32, formats, scaled)
+    x, ids, weights, gate = layer.draw(8, 3)
+    decisions = layer.rng.choice([CPU, HIT, LINK], ids.shape).astype(np.uint8)
+    decisions[2] = HIT
+    products = [PRODUCTS[f] for f in formats]
+    wanted = room(8, 96, dtype="int64")
+    for t in range(8):
+        if (decisions[t] == CPU).any():
+            wanted[t] = 0
+        for j in np.flatnonzero(decisions[t] == CPU):
+            e = ids[t, j]
+            own = layer.scales[:, e] if scaled else np.ones(3, np.float32)
+            y = reference.expert(x[t], layer.routed[e], products, own)
+            wanted[t] += combine_terms(weights[t, j], y * own[2])[0]
+    for pieces, workers in ((1, None), (3, None), (5, pool())):
+        sums, call = layer.run(x, ids, weights, gate, pieces, workers, decisions, sums=True)
+        assert call.reported is None
+        assert_same(sums, wanted, f"{pieces} pieces")
+
+
+def test_no_entries_at_all():
+    layer = Layer(4, 64, 32, 32, ("F32", "F32", "F32"))
+    given = layer.draw(2, 2)
+    sums, call = layer.run(*given, decisions=np.full((2, 2), HIT, np.uint8), sums=True)
+    assert call.reported is None
+    assert_same(sums, room(2, 64, dtype="int64"))
+
+
+@pytest.mark.parametrize("threads", [2, 4, 7])
+def test_chunks_wait_for_each_other(threads):
+    """Many small chunks on more threads than there are CPUs, sleeping ones included; every row order of an expert."""
+    layer = Layer(9, 64, 64, 64, ("Q8_0", "F32", "Q8_0"))
+    with Pool(threads, spin_us=20) as workers:
+        for i in range(60):
+            given = layer.draw(1 + i % 8, 3)
+            wanted, _ = layer.run(*given)
+            assert_same(layer.run(*given, pieces=1 + i % 32, workers=workers)[0], wanted)

@@ -262,7 +262,7 @@ def test_expert_modes(facts):
     complement = plan(m, Machine.describe(vram_gib=24, ram_gib=32), context=4096)
     assert complement.experts == "resident" and complement.verdict == FITS
     held = sum(s * b for s, b in zip(complement.slots, m.expert_bytes, strict=True))
-    assert complement.line("experts (resident)").n_bytes == m.experts_bytes - held
+    assert 0 <= complement.line("experts (resident)").n_bytes - (m.experts_bytes - held) < 4096, "whole pages"
     little = plan(m, Machine.describe(vram_gib=12, ram_gib=16), context=4096)
     assert little.experts == "mapped" and little.verdict == NEEDS_DISK
     assert little.estimate.disk_rate > 0 and any("disk-bound" in n and "tokens/s" in n for n in little.notes)

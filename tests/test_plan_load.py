@@ -180,7 +180,6 @@ def test_a_line_that_differs_is_a_warning_with_its_name(tiny_path, monkeypatch, 
 
 
 def test_prices_of_conversations_hold_what_sessions_keep():
-    assert needs.DRAFT_QUEUE_ROWS == QUEUE_ROWS
     lookup = SuffixLookup()
     assert needs.LOOKUP_TOKENS == lookup.max_tokens
     for n in (100, 5000, 40_000):

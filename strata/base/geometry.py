@@ -14,6 +14,12 @@ WINDOW_ROWS = 8
 CELL_ROWS = 256
 """Prefill chunks are whole cells of this many rows on an absolute grid from position 0."""
 
+DRAFT_QUEUE_ROWS = 64
+"""Complete cells of the draft layer that may wait to be stored."""
+
+DRAFT_RING_ROWS = DRAFT_QUEUE_ROWS + 1
+"""Those and the row that waits for its token."""
+
 CONTEXT_RESERVE = 8
 """Cells kept free behind prompt and answer, so that a whole window always fits."""
 

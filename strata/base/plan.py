@@ -142,6 +142,9 @@ class Plan:
     remedies          the cheapest changes that make it fit (or stop disk reads), each tried
     largest_context   largest context per session that fits with everything else unchanged, 0 if none
     slots_per_gib     further slots that one more GiB of VRAM buys
+    ngram             "mapped": rows of the n-gram table through the page cache; "direct": past it
+    pcie_share        share of the experts that VRAM lacks for the GPU to read over PCIe, to begin with
+    link_gbps         rate of the card's link
     """
 
     model: str
@@ -170,9 +173,12 @@ class Plan:
     remedies: tuple[str, ...] = ()
     largest_context: int = 0
     slots_per_gib: int = 0
+    pcie_share: float = 0.0
+    link_gbps: float | None = None
     missing_bytes: int = 0
     expert_types: str = ""
     file_bytes: int = 0
+    ngram: str = "mapped"
     version: int = field(default=PLAN_VERSION)
 
     @property

@@ -13,11 +13,12 @@ from math import prod
 
 import numpy as np
 
-ROLES = ("io", "scratch", "table", "recurrent", "cells")
+ROLES = ("io", "scratch", "table", "recurrent", "cells", "ring")
 """io: written or read by the host each window. scratch: lives within one window and its commit. table: made once at
 load. recurrent: session state that only commit (or a prefill chunk) advances; checkpoints copy it. cells: session state
-addressed by position, appended by windows; checkpoints do not copy it. Ports that name no buffer name a tensor of the
-file."""
+addressed by position, appended by windows; checkpoints do not copy it. ring: session state addressed by position modulo
+its length, of which only a few rows matter at a time; no copy of a session holds it. Ports that name no buffer name a
+tensor of the file."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,14 @@ ERROR_TEXT = {
 
 @dataclass(frozen=True)
 class DraftPrograms:
-    """Programs of a draft layer: `appends` store K and V of T = 1..8 cells, `step` takes one cell to its logits."""
+    """Programs of a draft layer: `appends` store K and V of T = 1..8 cells, `step` takes one cell to its logits.
+
+    chunk: an append for many cells, lowered for any number up to its rows; None where chunks are read cell by cell
+    """
 
     appends: Mapping[int, Program]
     step: Program
+    chunk: Program | None = None
 
     def all(self) -> list[Program]:
         return [*self.appends.values(), self.step]

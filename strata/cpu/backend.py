@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import numpy as np
 
-from strata.base.errors import NotFinite, StrataError
+from strata.base.errors import NotFinite
 from strata.base.geometry import CELL_ROWS, WINDOW_ROWS, Geometry
 from strata.base.program import (
     ERROR_TEXT,
@@ -21,6 +21,7 @@ from strata.base.program import (
 )
 from strata.base.state import State
 from strata.base.window import HeadRequest, HeadRows
+from strata.cpu.draft import CpuDraft
 from strata.cpu.head_rows import summarise
 from strata.cpu.lower import Lowering, Memory
 from strata.cpu.pool import Pool
@@ -51,6 +52,8 @@ class CpuBackend:
         threads: int | None = None,
         pin: bool = False,
         ngram_cache_rows: int = 65536,
+        ngram: str = "mapped",
+        draft_ids: np.ndarray | None = None,
     ):
         self.geometry, self.programs = geometry, programs
         context = programs.prefill.buffers["rope"].shape[0]
@@ -61,8 +64,10 @@ class CpuBackend:
         self.pool = Pool(threads, pin=pin, reserve_cores=0)
         self.threads = self.pool.threads
         self._error = np.zeros(ERROR_WORDS, np.int64)
+        self.ngram: NgramTable | None = None
         try:
-            self.ngram = NgramTable(tensors.gguf, geometry.ngram, ngram_cache_rows) if geometry.ngram else None
+            if geometry.ngram:
+                self.ngram = NgramTable(tensors.gguf, geometry.ngram, ngram_cache_rows, mode=ngram)
             for program in programs.all():
                 self._lower(program)
             self.memory.allocate()
@@ -70,16 +75,15 @@ class CpuBackend:
             for lowering in lowered.values():
                 lowering.walk.freeze()  # nothing compiles after load
         except BaseException:
-            self.pool.close()
+            self.close()
             raise
         self._windows = {T: lowered[id(p)] for T, p in programs.windows.items()}
         self._heads = {T: lowered[id(p)] for T, p in programs.heads.items()}
         self._commit, self._prefill = lowered[id(programs.commit)], lowered[id(programs.prefill)]
-        self._appends: dict[int, Lowering] = {}
-        self._step: Lowering | None = None
+        self.draft: CpuDraft | None = None
         if programs.draft:
-            self._appends = {T: lowered[id(p)] for T, p in programs.draft.appends.items()}
-            self._step = lowered[id(programs.draft.step)]
+            self.draft = CpuDraft(programs.draft, self.memory, lambda p: lowered[id(p)], self._bind,
+                                  lambda lowering, state: self._run(lowering, state), draft_ids)  # fmt: skip
         self._bound: State | None = None
         self._before_prefill = np.zeros(
             State([b for b in programs.states if b.role == "recurrent"]).recurrent.size, np.uint8
@@ -127,8 +131,7 @@ class CpuBackend:
         if self.ngram is not None:
             self._ticket[0] += 1
             ids = self.ngram.row_ids(self._tokens[:T], *previous)
-            self.ngram.collect(self.ngram.issue(ids), self._ngram_rows[:T])
-            self._ticket[1] = self._ticket[0]
+            self.ngram.deliver(ids, self._ngram_rows[:T], self._ticket)
 
     def _run(self, lowering: Lowering, state: State) -> None:
         self._check(lowering, lowering.walk.run(), state)
@@ -141,7 +144,7 @@ class CpuBackend:
             where = f"layer {layer}" if layer >= 0 else "outside the layers"
             message = f"window at position {state.rows} stopped: {ERROR_TEXT.get(code, code)} in op {op.kind}, {where}"
             if code in (NGRAM_TIMEOUT, NGRAM_FAILED):
-                raise StrataError(message, found=f"{detail} ms" if detail else None, advice="Check the disk.")
+                raise self.ngram.failed(message, detail)
             raise NotFinite(message, found=f"row or expert {detail}", advice="The weights or the file may be damaged.")
 
     def window(
@@ -167,15 +170,25 @@ class CpuBackend:
             after_op(op)
 
     def commit(self, state: State, n_keep: int) -> None:
-        """Advance `state` by the first n_keep rows of the window that was run last, on the same state."""
+        """Advance `state` by the first n_keep rows of the window that was run last, on the same state.
+
+        With a draft layer, the rows' streams are kept for it.
+        """
         self._bind(state)
         if n_keep:
             self._n_keep[0] = n_keep
             self._run(self._commit, state)
+            if self.draft:
+                self.draft.keep(state, 0, n_keep, state.rows)
             state.rows += n_keep
 
-    def prefill(self, state: State, tokens: np.ndarray, previous: tuple[int, int]) -> None:
-        """Read one whole cell of rows at a cell border and advance; on an error the state is as before."""
+    def prefill(
+        self, state: State, tokens: np.ndarray, previous: tuple[int, int], following: np.ndarray | None = None
+    ) -> None:
+        """Read one whole cell of rows at a cell border and advance; on an error the state is as before.
+
+        following: tokens of the cell after it; of no use here.
+        """
         self._feed(state, tokens, previous)
         self._before_prefill[:] = state.recurrent
         try:
@@ -205,39 +218,10 @@ class CpuBackend:
             error.message = f"{where}: {error.message}"
             raise
 
-    # ---- draft layer
-
     @property
     def streams(self) -> np.ndarray:
         """(rows, C*D) float32 view: streams before the final mixer that the last window or chunk left."""
         return self.memory.arrays["streams"]
-
-    def _feed_draft(self, state: State, x: np.ndarray, tokens: np.ndarray, position: int) -> None:
-        a = self.memory.arrays
-        self._bind(state)
-        a["mtp.x"][: len(tokens)] = x
-        a["mtp.tokens"][: len(tokens)] = tokens
-        a["mtp.pos"][0] = position
-
-    def draft_append(self, state: State, x: np.ndarray, tokens: np.ndarray, position: int) -> None:
-        """Store the draft layer's K and V of T <= 8 cells from `position` on.
-
-        x (T, C*D) float32: streams of the cells' rows; tokens (T,) int32: the tokens after them.
-        """
-        self._feed_draft(state, x, tokens, position)
-        self._run(self._appends[len(tokens)], state)
-
-    def draft_step(
-        self, state: State, x: np.ndarray, token: int, position: int, first: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Run one cell through the draft layer, attending cells from `first` on.
-
-        Returns (logits (V,), streams (C*D,)), views valid until the next call.
-        """
-        self.memory.arrays["mtp.first"][0] = first
-        self._feed_draft(state, x[None], np.array([token], np.int32), position)
-        self._run(self._step, state)
-        return self.memory.arrays["mtp.logits"][0], self.memory.arrays["mtp.streams"][0]
 
     # ---- facts
 
@@ -295,7 +279,7 @@ class CpuBackend:
             lowering.walk.profile(on)
 
     def _lowered(self) -> list[Lowering]:
-        draft = [*self._appends.values(), self._step] if self._step else []
+        draft = self.draft.lowerings if self.draft else []
         return [*self._windows.values(), *self._heads.values(), self._commit, self._prefill, *draft]
 
     def op_times(self) -> dict[str, int]:
@@ -308,4 +292,6 @@ class CpuBackend:
         return total
 
     def close(self) -> None:
+        if self.ngram is not None:
+            self.ngram.close()
         self.pool.close()

@@ -151,12 +151,12 @@ def _add_shared(p):
 
 
 @njit(error_model="numpy")
-def _pieces(p, job_bytes, rows):
-    """Chunks of one job in one phase."""
+def _pieces(p, job_bytes, rows, matrices):
+    """Chunks of one job in one phase. What counts against MOST is a run of rows of one of its matrices."""
     if p[THREADS] == 1:
         return np.int64(1)
     n_bytes = job_bytes * p[ALL_JOBS] // (CHUNKS_PER_THREAD * p[THREADS])
-    n_bytes = max(p[LEAST], min(p[MOST], n_bytes))
+    n_bytes = max(p[LEAST], min(matrices * p[MOST], n_bytes))
     return max(np.int64(1), min(min(rows, MOST_PIECES), -(-job_bytes // n_bytes)))
 
 
@@ -197,9 +197,9 @@ def plan_jobs(p):
         n = p[JOB_COUNT] if side == ROUTED else p[ALL_JOBS] - p[JOB_COUNT]
         if n != 0:
             width = p[side + WIDTH]
-            p[side + UP_PIECES] = _pieces(p, width * (p[side + GATE] + p[side + UP]), width)
+            p[side + UP_PIECES] = _pieces(p, width * (p[side + GATE] + p[side + UP]), width, 2)
             p[N_UP] += n * p[side + UP_PIECES]
-    p[DOWN_PIECES] = _pieces(p, p[D_] * p[ROUTED + DOWN], p[D_])
+    p[DOWN_PIECES] = _pieces(p, p[D_] * p[ROUTED + DOWN], p[D_], 1)
     p[N_CHUNKS] = p[N_QUANTISE] + p[N_COPY] + p[N_UP] + p[ALL_JOBS] * p[DOWN_PIECES]
     zero_bytes(p[COUNTERS], (1 + p[ALL_JOBS] + p[DOWN_PIECES]) * LINE_BYTES)
     return p[N_CHUNKS]

@@ -71,7 +71,7 @@ from strata.cpu.expert_record import (
     U,
     Y,
 )
-from strata.cpu.expert_vectors import add_terms
+from strata.cpu.expert_vectors import add_terms, ask_for
 from strata.cpu.float_bits import sigmoid32
 from strata.cpu.float_sums import is_finite
 from strata.cpu.linear import multiply
@@ -94,6 +94,9 @@ from strata.cpu.machine_code import (
 from strata.cpu.pool import dispatch
 
 F = np.float32
+FIRST_LINES = 16
+"""Cache lines that are asked for ahead of a run of rows: what the processor follows by itself starts behind them."""
+
 UNTIL_YIELD = 1024
 """Turns of waiting before the CPU is offered to others: 20 to 50 us."""
 
@@ -184,6 +187,7 @@ def _gate_up(p, k):
     low, high = piece * width // n, (piece + 1) * width // n
     weights = i64_view(p[side + TABLE] + job[EXPERT] * 24, 3)
     out = (job[FIRST] * width + low) * 4
+    ask_for(weights[1] + low * p[side + UP], FIRST_LINES)  # on its way while gate's rows are multiplied
     for part in range(2):
         m = side + (GATE if part == 0 else UP)
         target = p[side + (G if part == 0 else U)] + out

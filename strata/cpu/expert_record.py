@@ -9,8 +9,9 @@ MOST_PIECES = 256
 (IDS, WEIGHTS, DECISIONS, SHARED_GATE, Y, TOTAL, T_, E_, K_, D_, ERROR, LAYER, POOL, THREADS, LEAST, MOST, CHUNK,
  SWIGLU, JOBS, ENTRY_OF, ROW_OF, SEEN, COUNTERS, BAD, X, X_KINDS) = range(26)  # fmt: skip
 """ids int32 and weights float32 (T, K); decisions uint8 (T, K) or 0 (all entries count); Y float32 (T, D), or 0: the
-int64 sums in TOTAL (T, D) are the result, of rows that have entries. LEAST and MOST bytes of a chunk. X_KINDS
-quantisers of X float32 (T, D), three words each from QUANTISERS on: quantiser, records, bytes of a record."""
+int64 sums in TOTAL (T, D) are the result, of rows that have entries. LEAST bytes of a chunk, MOST of a run of
+rows in it. X_KINDS quantisers of X float32 (T, D), three words each from QUANTISERS on: quantiser, records, bytes of
+a record."""
 QUANTISERS = 26
 # Found while grouping:
 (JOB_COUNT, ALL_JOBS, ENTRIES, N_QUANTISE, N_COPY, N_UP, N_CHUNKS, DOWN_PIECES) = range(32, 40)

@@ -1,4 +1,5 @@
-"""The terms of the exact sum over experts as vectors: the compiler's own code for them is five times slower."""
+"""What the compiler does not write for experts: the terms of the exact sum as vectors (its own code for them is five
+times slower), and prefetches."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import numpy as np
 from numba import njit
 
 from strata.base.arithmetic import COMBINE_LIMIT, COMBINE_SCALE
+from strata.cpu.expert_record import LINE_BYTES
 from strata.cpu.float_bits import rint32
 from strata.cpu.float_vectors import LANES, load, splat
 from strata.cpu.gemv.words import long, real, set_long, set_real, set_word, stack, word
@@ -58,3 +60,19 @@ def add_terms(total, y, n, w, s):
         units = rint32((t if ok else F(0)) * COMBINE_SCALE)
         set_long(total, 8 * i, long(total, 8 * i) + np.int64(units))
     return fine
+
+
+def _emit_ask(s: Simd) -> None:
+    """(address, lines)."""
+    start = s.pointer(s.args[0])
+    with s.loop(s.args[1]) as i:
+        s.prefetch(start, s.times(i, LINE_BYTES), level=2)
+
+
+_ask = kernel_intrinsic("ask", _emit_ask, 2)
+
+
+@njit(error_model="numpy")
+def ask_for(address, n_lines):
+    """Get cache lines under way from an address on; any address will do."""
+    _ask(address, n_lines)

@@ -249,8 +249,8 @@ class MissServer:
     mailbox, address  layout and place of the mailbox; `keep` is held until the service has ended, its memory for one
 
     `begin_window` before a window is launched, `end_window` after it is finished, from one thread at a time. Closing
-    finishes a running request, may be repeated, and happens by itself at exit or when the server is collected. It must
-    be closed before its pool is.
+    finishes a running request, may be repeated, and happens by itself at exit or when the server is collected. When the
+    pool is closed first, the service computes alone.
     """
 
     def __init__(self, weights: Weights, mailbox: Mailbox, address: int, pool: Pool, keep: Any = None):

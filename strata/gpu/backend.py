@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from strata.base.errors import NotFinite, StrataError, need
+from strata.base.errors import NotFinite, need
 from strata.base.geometry import CELL_ROWS, WINDOW_ROWS, Geometry
 from strata.base.program import (
     ERROR_TEXT,
@@ -28,6 +28,8 @@ from strata.base.program import (
 from strata.base.window import HeadRequest, HeadRows
 from strata.gpu.chunk_plan import arena_of, stream_of
 from strata.gpu.device import Device
+from strata.gpu.device_rows import DeviceRows
+from strata.gpu.draft import GpuDraft, Host
 from strata.gpu.error_word import decode
 from strata.gpu.expert_store import ExpertStore
 from strata.gpu.head import Head
@@ -38,6 +40,8 @@ from strata.gpu.mailbox import copy_values
 from strata.gpu.memory import MADE_UP, Memory
 from strata.gpu.ops import LOWERING
 from strata.gpu.prefill import Chunks
+from strata.gpu.prefill_draft import DraftChunks
+from strata.gpu.prefill_windows import read_by_windows
 from strata.gpu.rope import rotary_table
 from strata.gpu.slots import ExpertSlots
 from strata.gpu.split_experts import Split
@@ -63,6 +67,11 @@ class _Graph:
 def lowered_programs(programs: ProgramSet) -> list[Program]:
     """Programs that become graphs: a prefill chunk is read as windows here, whose bits are the same."""
     return [p for p in programs.all() if p is not programs.prefill]
+
+
+def of_draft(program: Program, programs: ProgramSet) -> bool:
+    """Whether a program is the draft layer's, which makes its own graphs."""
+    return programs.draft is not None and any(program is p for p in programs.draft.all())
 
 
 def measure(
@@ -111,15 +120,18 @@ class GpuBackend:
         device: Device,
         *,
         ngram_cache_rows: int = 65536,
+        ngram: str = "mapped",
         hybrid: Hybrid | None = None,
         slots: ExpertSlots | None = None,
         store: ExpertStore | None = None,
         fill_order: Iterable[tuple[int, int]] | None = None,
+        draft_ids: np.ndarray | None = None,
     ):
         self.geometry, self.programs, self.device, self.hybrid = geometry, programs, device, hybrid
         self._split = hybrid.split if hybrid else None
         self.context = programs.prefill.buffers["rope"].shape[0]
-        self.ngram = NgramTable(tensors.gguf, geometry.ngram, ngram_cache_rows) if geometry.ngram else None
+        table = (tensors.gguf, geometry.ngram, ngram_cache_rows)
+        self.ngram = NgramTable(*table, mode=ngram) if geometry.ngram else None
         self.memory, self.weights = measure(programs, geometry, tensors, experts, self._split, slots)
         stream = stream_of(self.weights.slots) if programs.chunk else None
         arena = programs.chunk and arena_of(programs.chunk, self.memory, self.weights, self.context, stream)
@@ -136,16 +148,20 @@ class GpuBackend:
         self._make_host_memory()
         self._recurrent_bytes = sum(-(-b.n_bytes // 64) * 64 for b in programs.states if b.role == "recurrent")
         self._before = device.alloc(self._recurrent_bytes)
-        rows, width = self.memory.buffer("streams").shape
-        self._row_bytes, self._stream_width = 4 * width, width
-        self._chunk = 0 if programs.chunk else device.alloc(4 * rows * width)
+        self._chunk = 0 if programs.chunk else device.alloc(self.memory.buffer("streams").n_bytes)
         self.head_rows = Head(self.memory, device, geometry.V, self.context, self._host_out)
-        self._graphs = {id(p): self._capture(p) for p in lowered_programs(programs)}
+        self.draft: GpuDraft | None = None
+        if programs.draft:
+            host = Host(self._host_in, self._in, self._host_out, self._lower, self._bind, self._check)
+            self.draft = GpuDraft(programs.draft, self.memory, device, host, draft_ids)
+        self._graphs = {id(p): self._capture(p) for p in lowered_programs(programs) if not of_draft(p, programs)}
         if stream is not None:
             stream.allocate(device, self.uploader, self.store)
         self._chunks = arena and Chunks(
             programs.chunk, arena, self.weights, device, self.ngram, self._host_out, self.context, stream
         )
+        if arena and self.draft and programs.draft.chunk:
+            self.draft.wide = DraftChunks(programs.draft.chunk, self._chunks, self.memory.address("streams"))
         self._unfused: dict[int, Lowering] = {}
         self._bound: DeviceState | None = None
         self._ran: _Graph | None = None
@@ -165,7 +181,7 @@ class GpuBackend:
             m.add_table("ngram.ticket", self._ticket.ctypes.data)
             m.add_table("ngram.staged", self._staged.ctypes.data)
 
-    def _lower(self, program: Program, fuse: bool) -> Lowering:
+    def _lower(self, program: Program, fuse: bool = True) -> Lowering:
         lowering = Lowering(program, self.memory, self.weights, self.context, fuse=fuse, split=self._split)
         return lowering.run(LOWERING)
 
@@ -176,7 +192,9 @@ class GpuBackend:
             lowering.launches += self.head_rows.argmax_launches(program.T)
             out = (*out[:2], self.memory.outbox_bytes)
         if self.hybrid and program.name == "trunk":
-            lowering.launches += self.hybrid.launches()
+            lowering.launches += self.hybrid.launches(program.T)
+        if self.draft and program is self.programs.commit:
+            lowering.launches += self.draft.keep_launches()
         return _Graph(lowering, self.device.graph(lowering.graph_launches(self._host_in.ctypes.data, out)))
 
     # ---- states
@@ -201,8 +219,7 @@ class GpuBackend:
         if self.ngram is not None:
             self._ticket[0] += 1
             ids = self.ngram.row_ids(self._in["tokens"][:T], *previous)
-            self.ngram.collect(self.ngram.issue(ids), self._staged[:T])
-            self._ticket[1] = self._ticket[0]
+            self.ngram.deliver(ids, self._staged[:T], self._ticket)
 
     def _run(self, program: Program) -> Lowering:
         """Run a program's graph and wait for it."""
@@ -229,7 +246,7 @@ class GpuBackend:
             f"window at position {position} stopped: {ERROR_TEXT.get(found.code, found.code)} in op {op.kind}, {where}"
         )
         if found.code in (NGRAM_TIMEOUT, NGRAM_FAILED):
-            raise StrataError(message, found=f"{found.detail} ms" if found.detail else None, advice="Check the disk.")
+            raise self.ngram.failed(message, found.detail)
         raise NotFinite(
             message, found=f"row or expert {found.detail}", advice="The weights or the file may be damaged."
         )
@@ -281,42 +298,45 @@ class GpuBackend:
         return out
 
     def commit(self, state: DeviceState, n_keep: int) -> None:
-        """Advance `state` by the first n_keep rows of the window that was run last, on the same state."""
+        """Advance `state` by the first n_keep rows of the window that was run last, on the same state.
+
+        With a draft layer, the rows' streams are kept for it.
+        """
         self._bind(state)
         if n_keep:
             self._in["n_keep"][0] = n_keep
+            if self.draft:
+                self.draft.committed(state.rows, n_keep)
             self._graphs[id(self.programs.commit)].launch()
             state.rows += n_keep
 
-    def prefill(self, state: DeviceState, tokens: np.ndarray, previous: tuple[int, int]) -> None:
+    def prefill(
+        self, state: DeviceState, tokens: np.ndarray, previous: tuple[int, int], following: np.ndarray | None = None
+    ) -> None:
         """Read whole cells of rows at a cell border and advance; on an error the state is as before.
 
-        Without a chunk program one cell is read, as windows; with one, up to `chunk_rows` rows.
+        Without a chunk program one cell is read, as windows; with one, up to `chunk_rows` rows. following: tokens of
+        the chunk that will be read next, whose n-gram rows are looked up while the device computes this one.
         """
         self._bind(state)
         start, values = state.rows, self._recurrent_bytes // 4
         self.device.run(copy_values(state.recurrent.address, self._before, values))
+        if self.draft:
+            self.draft.keeping = False
         try:
             if self._chunks is None:
-                self._prefill_windows(state, tokens, previous)
+                read_by_windows(self, state, tokens, previous, self._chunk)
             else:
-                lowering = self._chunks.run(tokens, previous, start)
+                lowering = self._chunks.run(tokens, previous, start, following)
                 self._check(lowering, self._error_word, start)
                 state.rows += len(tokens)
         except BaseException:
             self.device.run(copy_values(self._before, state.recurrent.address, values))
             state.rows = start
             raise
-
-    def _prefill_windows(self, state: DeviceState, tokens: np.ndarray, previous: tuple[int, int]) -> None:
-        streams = self.memory.address("streams")
-        for first in range(0, len(tokens), WINDOW_ROWS):
-            part = tokens[first : first + WINDOW_ROWS]
-            self.window(state, part, previous)
-            self.device.run(copy_values(streams, self._chunk + first * self._row_bytes, len(part) * self._stream_width))
-            self.commit(state, len(part))
-            previous = (int(part[-1]), int(part[-2]) if len(part) > 1 else previous[0])
-        self.device.run(copy_values(self._chunk, streams, len(tokens) * self._stream_width))
+        finally:
+            if self.draft:
+                self.draft.keeping = True
 
     def prefill_ops(self, state: DeviceState, tokens: np.ndarray, previous: tuple[int, int]) -> dict[str, float]:
         """Read a chunk as `prefill` does, op by op: milliseconds by kind of op, launching and waiting included."""
@@ -338,43 +358,11 @@ class GpuBackend:
         self._check(lowering, self._error_word, 0 if self._bound is None else self._bound.rows)
         return self.head_rows.summarise(T, request)
 
-    # ---- draft layer
-
     @property
     def streams(self) -> DeviceRows:
         """(rows, C*D) float32: streams before the final mixer that the last window or chunk left; slices are copies."""
         b = self.memory.buffer("streams")
         return DeviceRows(self.device, self.memory.address("streams"), b.shape)
-
-    def _feed_draft(self, state: DeviceState, x: np.ndarray, tokens: np.ndarray, position: int) -> None:
-        self._bind(state)
-        self.device.upload(self.memory.address("mtp.x"), np.ascontiguousarray(x, np.float32))
-        self._in["mtp.tokens"][: len(tokens)] = tokens
-        self._in["mtp.pos"][0] = position
-
-    def draft_append(self, state: DeviceState, x: np.ndarray, tokens: np.ndarray, position: int) -> None:
-        """Store the draft layer's K and V of T <= 8 cells from `position` on.
-
-        x (T, C*D) float32: streams of the cells' rows; tokens (T,) int32: the tokens after them.
-        """
-        self._feed_draft(state, x, tokens, position)
-        lowering = self._run(self.programs.draft.appends[len(tokens)])
-        self._check(lowering, self._error_word, position)
-
-    def draft_step(
-        self, state: DeviceState, x: np.ndarray, token: int, position: int, first: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Run one cell through the draft layer, attending cells from `first` on.
-
-        Returns (logits (V,), streams (C*D,)) as host arrays.
-        """
-        self._in["mtp.first"][0] = first
-        self._feed_draft(state, x[None], np.array([token], np.int32), position)
-        lowering = self._run(self.programs.draft.step)
-        self._check(lowering, self._error_word, position)
-        return self.read("mtp.logits")[0], DeviceRows(
-            self.device, self.memory.address("mtp.streams"), self.memory.buffer("mtp.streams").shape
-        )[:1][0]
 
     # ---- facts
 
@@ -382,8 +370,9 @@ class GpuBackend:
         """Nodes of every graph, by program and rows."""
         out = {}
         for program in lowered_programs(self.programs):
-            out[f"{program.name} T={program.T}"] = len(self._graphs[id(program)].lowering.launches) + 2
-        return out
+            if id(program) in self._graphs:
+                out[f"{program.name} T={program.T}"] = len(self._graphs[id(program)].lowering.launches) + 2
+        return out | (self.draft.launch_counts() if self.draft else {})
 
     @property
     def recurrent_bytes(self) -> int:
@@ -419,6 +408,8 @@ class GpuBackend:
         if self._closed:
             return
         self._closed = True
+        if self.ngram is not None:
+            self.ngram.close()  # before the memory it fills is gone
         with self.device.current():
             if self.hybrid:
                 self.hybrid.close()
@@ -427,20 +418,3 @@ class GpuBackend:
             self.uploader.close()
             self.store.close()
             self.device.close()
-
-
-class DeviceRows:
-    """Rows of a float32 buffer on the device; a slice of rows is a copy on the host."""
-
-    def __init__(self, device: Device, address: int, shape: tuple[int, ...]):
-        self._device, self._address, self.shape = device, address, shape
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, rows: slice) -> np.ndarray:
-        start, stop, step = rows.indices(self.shape[0])
-        assert step == 1
-        out = np.empty((max(0, stop - start), self.shape[1]), np.float32)
-        self._device.download(self._address + 4 * start * self.shape[1], out)
-        return out

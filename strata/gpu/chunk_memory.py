@@ -7,7 +7,7 @@ same areas. Like `Memory`, an arena is first measured with made-up addresses.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from strata.base.program import Buffer, Op, Program
@@ -37,7 +37,7 @@ n-gram rows are uploaded before the op that waits for them."""
 def written(op: Op) -> set[str]:
     """Names of the buffers that an op writes without reading them."""
     ports = [f"y{i}" for i in range(op.consts["n"])] if op.kind == "linear" else OUTPUTS.get(op.kind, ())
-    names = {op.buffers[p] for p in ports}
+    names = {op.buffers[p] for p in ports if p in op.buffers}
     return names - {name for port, name in op.buffers.items() if port not in ports}
 
 
@@ -106,12 +106,15 @@ class ChunkMemory:
     """Addresses by name for the lowering of a chunk program; what is not in the arena is the backend's `memory`.
 
     Besides the program's buffers: `pos`, int64 positions of rows 0, 64, .., and `rows`, the int64 number of rows.
+    elsewhere: addresses of buffers that lie outside of both; they may be changed between lowerings.
     """
 
-    def __init__(self, program: Program, memory: Memory):
-        self.program, self.memory = program, memory
+    def __init__(self, program: Program, memory: Memory, elsewhere: Mapping[str, int] | None = None):
+        self.program, self.memory, self.elsewhere = program, memory, dict(elsewhere or {})
         inside = {
-            name: b for name, b in program.buffers.items() if b.role in ("io", "scratch") and name not in OUTSIDE
+            name: b
+            for name, b in program.buffers.items()
+            if b.role in ("io", "scratch") and name not in OUTSIDE and name not in self.elsewhere
         }
         self._areas = {name: Area(name, b.n_bytes, spans) for name, b, spans in self._with_lives(inside)}
         self._areas["pos"] = Area("pos", 8 * (program.T // POSITION_ROWS), [(0, len(program.ops))])
@@ -127,17 +130,29 @@ class ChunkMemory:
                 spans[name] = [(0, spans[name][-1][1])]
         return [(name, b, spans[name]) for name, b in inside.items()]
 
+    @property
+    def areas(self) -> list[Area]:
+        """Everything that lies in the arena, in the order in which it was asked for."""
+        return [*self._areas.values(), *self._private.values()]
+
     def measured(self) -> int:
         """End measuring; returns the bytes of the arena."""
         self.measuring = False
-        self.n_bytes = place([*self._areas.values(), *self._private.values()])
+        self.n_bytes = place(self.areas)
         return self.n_bytes
 
     def lie_at(self, address: int) -> None:
         """The arena's memory: n_bytes of the device from `address` on."""
         self._base = address
 
+    @property
+    def base(self) -> int:
+        """Where the arena lies."""
+        return self._base
+
     def address(self, name: str) -> int:
+        if name in self.elsewhere:
+            return self.elsewhere[name]
         if name in self._areas:
             return self._areas[name].start + (MADE_UP if self.measuring else self._base)
         return self.memory.address(name)

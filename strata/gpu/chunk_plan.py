@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from strata.base.errors import need
 from strata.base.geometry import CELL_ROWS
-from strata.base.program import Program, ProgramSet
+from strata.base.program import Program
 from strata.gpu.chunk_lower import ChunkLowering
-from strata.gpu.chunk_memory import ChunkMemory
+from strata.gpu.chunk_memory import Area, ChunkMemory, place
 from strata.gpu.expert_stream import ExpertStream
 from strata.gpu.memory import MADE_UP, Memory, aligned
 from strata.gpu.prefill_ops import CHUNK_LOWERING
@@ -54,26 +53,46 @@ def arena_of(
 
 
 def staging_bytes(program: Program) -> int:
-    """Pinned host bytes for a chunk's n-gram rows."""
+    """Pinned host bytes for the n-gram rows of two chunks."""
     rows = program.buffers.get("ngram.rows")
-    return rows.n_bytes if rows is not None else 0
+    return 2 * rows.n_bytes if rows is not None else 0
 
 
-def chunk_bytes(
-    programs: ProgramSet, tensors: Tensors, experts: ExpertLayout, slots: ExpertSlots | None = None
-) -> ChunkBytes:
-    """What the chunk program of a set takes. slots: which experts the device holds, None for all."""
-    program = programs.chunk
-    need(program is not None, "the programs have no prefill chunk")
-    memory = Memory([*programs.windows.values(), program])
+class ChunkPrices:
+    """Bytes of chunks of any number of rows, from the programs of one and of two cells: every buffer grows by the cell.
+
+    program_of(rows) is the chunk program; slots say which experts the device holds, None: all.
+    """
+
+    def __init__(
+        self,
+        program_of: Callable[[int], Program],
+        tensors: Tensors,
+        experts: ExpertLayout,
+        slots: ExpertSlots | None = None,
+    ):
+        stream = stream_of(slots) if slots is not None else None
+        self._ring = stream.n_bytes if stream is not None else 0
+        programs = [program_of(CELL_ROWS), program_of(2 * CELL_ROWS)]
+        self._streams = aligned(programs[0].buffers["streams"].n_bytes)
+        self._staging = staging_bytes(programs[0])
+        self._areas = [_areas(program, Weights(tensors, experts, slots), stream) for program in programs]
+
+    def of(self, rows: int) -> ChunkBytes:
+        """The price of a chunk of so many rows, whole cells."""
+        cells = rows // CELL_ROWS
+        grown = [
+            Area(a.name, a.n_bytes + (b.n_bytes - a.n_bytes) * (cells - 1), a.spans)
+            for a, b in zip(*self._areas, strict=True)
+        ]
+        return ChunkBytes(rows, place(grown), cells * self._streams, cells * self._staging, self._ring)
+
+
+def _areas(program: Program, weights: Weights, stream: ExpertStream | None) -> list[Area]:
+    memory = Memory([program])
     for name in [b.name for b in program.buffers.values() if b.role == "table"] + ["ngram.ticket"]:
         memory.add_table(name, MADE_UP)
-    context = program.buffers["rope"].shape[0]
-    stream = stream_of(slots) if slots is not None else None
-    arena = arena_of(program, memory, Weights(tensors, experts, slots), context, stream)
-    streams = aligned(program.buffers["streams"].n_bytes)
-    ring = stream.n_bytes if stream is not None else 0
-    return ChunkBytes(program.T, arena.n_bytes, streams, staging_bytes(program), ring)
+    return arena_of(program, memory, weights, program.buffers["rope"].shape[0], stream).areas
 
 
 def largest_chunk(bytes_of: Callable[[int], int], budget_bytes: int, context: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strata.base.errors import ModelError, need
+from strata.base.errors import ModelError
 from strata.base.program import Op
 from strata.gpu.activations import Activations
 from strata.gpu.chunk_lower import ChunkLowering
@@ -28,50 +28,58 @@ from strata.gpu.gemv import Place
 from strata.gpu.weights import Matrix
 from strata.pack.formats import BlockFormat
 
+MOST_GRID_ROWS = 65_535
+"""Rows of a grid's second axis."""
 EXPANDED_BYTES = 192 << 20
 """Expanded matrices of a batch of experts: enough of them to fill a device, few beside a chunk's other buffers."""
 
 
-def quantised_rows(c: ChunkLowering, op: Op, buffer: str, K: int, format: BlockFormat) -> Rows:
-    """Rows of a buffer for products with `format`; made on first use, kept for the last reader."""
+def quantised_rows(c: ChunkLowering, op: Op, buffer: str, T: int, K: int, format: BlockFormat) -> Rows:
+    """T rows of a buffer for products with `format`; made on first use, kept for the last reader."""
     activation, group = format.group, group_of(format)
-    codes = c.kept(buffer, activation, Activations.n_bytes(c.T, K, activation),
-                   lambda at: c.quantise(op, buffer, Activations.at(at, c.T, K, activation)))  # fmt: skip
-    x = Activations.at(codes, c.T, K, activation)
-    rows = c.kept(buffer, f"{activation}.{group}", Rows.n_bytes(c.T, K, group),
+    codes = c.kept(buffer, activation, Activations.n_bytes(T, K, activation),
+                   lambda at: c.quantise(op, buffer, Activations.at(at, T, K, activation)))  # fmt: skip
+    x = Activations.at(codes, T, K, activation)
+    rows = c.kept(buffer, f"{activation}.{group}", Rows.n_bytes(T, K, group),
                   lambda at: prepare(Rows.at(at, x, group)))  # fmt: skip
     return Rows.at(rows, x, group)
 
 
-def float_rows(c: ChunkLowering, buffer: str, K: int) -> FloatRows:
-    """Rows of a buffer for products with float matrices."""
-    at = c.kept(buffer, "parts", FloatRows.n_bytes(c.T, K),
-                lambda at: split_rows(c.memory.address(buffer), FloatRows.at(at, c.T, K)))  # fmt: skip
-    return FloatRows.at(at, c.T, K)
+def float_rows(c: ChunkLowering, buffer: str, T: int, K: int) -> FloatRows:
+    """T rows of a buffer for products with float matrices."""
+    at = c.kept(buffer, "parts", FloatRows.n_bytes(T, K),
+                lambda at: split_rows(c.memory.address(buffer), FloatRows.at(at, T, K)))  # fmt: skip
+    return FloatRows.at(at, T, K)
 
 
-def multiply(c: ChunkLowering, op: Op, m: Matrix, buffer: str, y: int) -> None:
-    """y (T, rows) float32 = a buffer's rows times a matrix in any format."""
+def multiply(c: ChunkLowering, op: Op, m: Matrix, buffer: str, y: int, T: int) -> None:
+    """y (T, rows) float32 = T rows of a buffer times a matrix in any format."""
     if m.format.group:
-        rows = quantised_rows(c, op, buffer, m.columns, m.format)
+        rows = quantised_rows(c, op, buffer, T, m.columns, m.format)
         scratch = c.scratch("gemm", scratch_bytes(m.format, m.rows, m.columns))
         c.add(gemm(m.format, m.address, m.rows, rows, y, scratch))
         return
     if m.rows <= MOST_ROWS:
-        c.add(float_narrow(m.format.name, m.address, m.rows, c.memory.address(buffer), c.T, m.columns, y))
+        c.add(float_narrow(m.format.name, m.address, m.rows, c.memory.address(buffer), T, m.columns, y))
         return
     scratch = float_scratch_bytes(m.format.name, m.rows, m.columns)
-    x = float_rows(c, buffer, m.columns)
+    x = float_rows(c, buffer, T, m.columns)
     c.add(float_gemm(m.format.name, m.address, m.rows, x, y, c.scratch("gemm", scratch) if scratch else 0))
 
 
 def lower_linear(c: ChunkLowering, op: Op) -> None:
-    need(op.consts["rows"] == 1, "rows of a chunk's product", found=op.consts["rows"], needed=1)
+    T = c.T * op.consts["rows"]
     for i in range(op.consts["n"]):
-        multiply(c, op, c.weights.matrix(op.buffers[f"w{i}"]), op.buffers["x"], c.at(op, f"y{i}"))
+        multiply(c, op, c.weights.matrix(op.buffers[f"w{i}"]), op.buffers["x"], c.at(op, f"y{i}"), T)
 
 
 # ---- experts
+
+
+def _rows_of(a: Activations, first: int, n: int) -> Activations:
+    """Rows first .. first + n - 1."""
+    scales, sums = (4 * first * a.K // values for values in (a.group, 16))
+    return Activations(n, a.K, a.group, a.codes + first * a.K, a.scales + scales, a.sums + sums)
 
 
 def _hidden(c: ChunkLowering, name: str, n: int, F: int, format: BlockFormat) -> tuple[Activations, Rows]:
@@ -86,8 +94,8 @@ def _shared(c: ChunkLowering, op: Op) -> int:
     T, D, F = c.T, op.consts["D"], op.consts["shared_width"]
     gate, up, down = (c.weights.matrix(op.buffers[f"shared_{part}_w"]) for part in ("gate", "up", "down"))
     sides = [c.scratch(f"shared.{n}", 4 * T * F) for n in "gu"]
-    multiply(c, op, gate, op.buffers["x"], sides[0])
-    multiply(c, op, up, op.buffers["x"], sides[1])
+    multiply(c, op, gate, op.buffers["x"], sides[0], T)
+    multiply(c, op, up, op.buffers["x"], sides[1], T)
     out = c.scratch("shared.out", 4 * T * D)
     if down.format.group:
         h, rows = _hidden(c, "shared", T, F, down.format)
@@ -159,10 +167,14 @@ def lower_experts(c: ChunkLowering, op: Op) -> None:
     # What gate and up leave is gone when the down product writes.
     wide = c.scratch("experts.wide", max(8 * n * F, 4 * n * D))
     sides = (wide, wide + 4 * n * F)
-    inputs = [quantised_rows(c, op, buffer, D, formats[part]) for part in range(2)]
+    inputs = [quantised_rows(c, op, buffer, T, D, formats[part]) for part in range(2)]
     _grouped(c, op.layer, order, [_Part(i, formats[i], places[i], F, inputs[i], sides[i]) for i in range(2)])
     h, rows = _hidden(c, "experts", n, F, formats[2])
-    c.add(swiglu(*sides, n, F, h, c.error, c.where(op), ids=ids, g_scales=gate_factors, u_scales=up_factors))
+    scales = {"g_scales": gate_factors, "u_scales": up_factors}
+    for first in range(0, n, MOST_GRID_ROWS):
+        part = _rows_of(h, first, min(MOST_GRID_ROWS, n - first))
+        g, u = (side + 4 * first * F for side in sides)
+        c.add(swiglu(g, u, part.T, F, part, c.error, c.where(op), ids=ids + 4 * first, **scales))
     c.add(prepare(rows))
     _grouped(c, op.layer, order, [_Part(2, formats[2], places[2], D, rows, wide)])
     shared = _shared(c, op)

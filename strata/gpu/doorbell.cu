@@ -21,11 +21,11 @@ enum { BEGAN, POSTED, HITS_END, LINK_END, WAIT_END, JOINED, N_ROWS, N_CPU, N_HIT
 // n SHARE / 256 (at most STAGING) go over the link. staged (E, 3) gets their places: number s of them at staging +
 // s blob_bytes, up and down up_at and down_at behind. jobs: lists of products (gemv/kernels.cuh) for hits, and `n_jobs`
 // words behind for the link, with up to `columns` entries a job. With an error in the window nothing is asked for: all
-// misses count as the CPU's, and nobody rings.
+// misses count as the CPU's, and nobody rings. log (T, K) or null: gets the ids, for whoever counts them.
 KERNEL(1024) post(const int *ids, const float *weights, const uint4 *x, const u64 *slots, const u64 *raws,
                   const i64 *control, int *work, u8 *decisions, u64 *staged, int *jobs, int n_jobs, int columns,
                   u64 staging, i64 blob_bytes, i64 up_at, i64 down_at, u8 *mailbox, int ids_at, int weights_at, int decisions_at, int x_at, int T, int K, int D,
-                  int layer, const u64 *error, i64 *stamps) {
+                  int layer, const u64 *error, i64 *stamps, int *log) {
     __shared__ uint4 all_ids[256], all_weights[256], all_decisions[64];
     __shared__ int found[32], sums[4], listed[2];
     int *own_ids = (int *)all_ids;
@@ -38,6 +38,7 @@ KERNEL(1024) post(const int *ids, const float *weights, const uint4 *x, const u6
     u64 slot = here ? slots[3 * (i64)e] : 0, raw = here && raws ? raws[3 * (i64)e] : 0;
     i64 share = control[SHARE], room = control[STAGING];
     if (tid == 0) stamps[BEGAN] = clock_ns();
+    if (here && log) log[tid] = e;
     own_ids[tid] = e;
     ((float *)all_weights)[tid] = here ? weights[tid] : 0.f;
     if (tid < 4) sums[tid] = 0;

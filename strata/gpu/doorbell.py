@@ -77,13 +77,14 @@ class Blob:
 
 def post(
     d: Doorbell, ids: int, weights: int, x: int, slots: int, raws: int, staging: int, blob: Blob, T: int, layer: int,
-    error: int, stamps: int,
+    error: int, stamps: int, log: int = 0,
 ) -> list[Launch]:  # fmt: skip
     """Decide where every entry is computed, and ring if the CPU has a share.
 
     ids int32 and weights float32 (T, K), x float32 (T, D); slots uint64 (E, 3), addresses in device memory, 0 where an
     expert is not; raws uint64 (E, 3), addresses in host memory that the device can read, or 0 for none at all; staging:
-    room for as many blobs as control says; stamps int64 (STAMP_WORDS).
+    room for as many blobs as control says; stamps int64 (STAMP_WORDS);
+    log int32 (T, K), which gets a copy of the ids, or 0.
     """
     m = d.mailbox
     need(0 < T <= m.rows and x % 16 == 0, "rows of a window", found=T, needed=f"1..{m.rows}")
@@ -91,7 +92,8 @@ def post(
             pointer(d.work), pointer(d.decisions), pointer(d.staged), pointer(d.jobs), i32(d.job_words),
             i32(columns_of(T)), pointer(staging), i64(blob.n_bytes),
             i64(blob.up_at), i64(blob.down_at), pointer(d.host), i32(m.ids), i32(m.weights), i32(m.decisions), i32(m.x),
-            i32(T), i32(m.K), i32(m.D), i32(layer), pointer(error), pointer(stamps))  # fmt: skip
+            i32(T), i32(m.K), i32(m.D), i32(layer), pointer(error), pointer(stamps),
+            pointer(log))  # fmt: skip
     return [launch(SOURCE, "post", 1, 1024, *args)]
 
 

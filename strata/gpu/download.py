@@ -18,14 +18,14 @@ def _tables(experts: ExpertLayout) -> dict[tuple[str, int], np.ndarray]:
     return {(name, K): back_map(format, K) for (name, K), format in parts.items() if format.group}
 
 
-def _blob_bytes(experts: ExpertLayout) -> int:
+def blob_bytes(experts: ExpertLayout) -> int:
     """Room for the largest expert, parts aligned."""
     return max(sum(aligned(p.n_bytes) for p in layer.projections) for layer in experts.layers)
 
 
 def download_bytes(experts: ExpertLayout) -> int:
     """Device bytes of a `Downloader`; its host memory is not more."""
-    return _blob_bytes(experts) + sum(aligned(t.nbytes) for t in _tables(experts).values())
+    return blob_bytes(experts) + sum(aligned(t.nbytes) for t in _tables(experts).values())
 
 
 class Downloader:
@@ -34,14 +34,14 @@ class Downloader:
     def __init__(self, device: Device, experts: ExpertLayout):
         self._device, self._experts = device, experts
         tables = _tables(experts)
-        self._raw = device.alloc(_blob_bytes(experts))
+        self._raw = device.alloc(blob_bytes(experts))
         at = device.alloc(sum(aligned(t.nbytes) for t in tables.values()))
         self._tables: dict[tuple[str, int], int] = {}
         for key, table in tables.items():
             device.upload(at, table)
             self._tables[key] = at
             at += aligned(table.nbytes)
-        self._host = device.host(_blob_bytes(experts))
+        self._host = device.host(blob_bytes(experts))
 
     def expert(self, slots: ExpertSlots, layer: int, slot: int) -> list[np.ndarray]:
         """Gate, up and down of a slot, uint8 (rows, row_bytes), valid until the next call."""

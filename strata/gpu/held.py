@@ -29,6 +29,7 @@ def held(b: GpuBackend, sessions: Sequence[DeviceState]) -> list[Allocation]:
         ("recurrent state", sum(s.recurrent.nbytes for s in sessions), n),
         ("way back", b.recurrent_bytes, "a recurrent state, for chunks that fail"),
         ("draft KV cache", _cells(sessions, draft=True, keys=False), n),
+        ("draft rows", sum(s.n_bytes("ring") for s in sessions) + (b.draft.ids_bytes if b.draft else 0), n),
         ("logits", logits, "as they are and after penalties, and their summaries"),
         ("upload staging", UPLOAD_STAGING_BYTES, "raw weights and experts on their way"),
         ("window scratch", b.memory.n_bytes - logits + b.cell_stream_bytes, "activations of the widest program"),

@@ -95,7 +95,7 @@ def needs(experts: ExpertLayout, K: int, staging_blobs: int) -> list[Allocation]
     """Device and pinned host memory of a `Hybrid`."""
     mailbox = Mailbox(WINDOW_ROWS, K, experts.D)
     places = staging_blobs * max(_expert_bytes(experts, l) for l in range(experts.n_layers))
-    stamps = 8 * bells.STAMP_WORDS * experts.n_layers
+    stamps = _report_bytes(experts, K)
     areas = sum(-(-n // ALIGN) * ALIGN for n in _areas(experts, K, staging_blobs))
     if staging_blobs:
         areas += -(-24 * experts.n_layers * experts.E // ALIGN) * ALIGN
@@ -103,6 +103,16 @@ def needs(experts: ExpertLayout, K: int, staging_blobs: int) -> list[Allocation]
     if places:
         out.append(Allocation("link staging", "vram", places, f"{staging_blobs} experts over the link"))
     return [*out, Allocation("exchange", "ram", mailbox.n_bytes + stamps, "pinned: requests to the CPU and its sums")]
+
+
+def _log_bytes(experts: ExpertLayout, K: int, rows: int = WINDOW_ROWS) -> int:
+    """Of the routed ids of a window."""
+    return -(-4 * experts.n_layers * rows * K // 8) * 8
+
+
+def _report_bytes(experts: ExpertLayout, K: int) -> int:
+    """Of what windows report: stamps, and behind them routed ids."""
+    return 8 * bells.STAMP_WORDS * experts.n_layers + _log_bytes(experts, K)
 
 
 def _areas(experts: ExpertLayout, K: int, staging_blobs: int) -> tuple[int, ...]:
@@ -147,10 +157,12 @@ class Hybrid:
         staging = device.alloc(places) if places else 0
         self._raws = device.alloc(raws.nbytes) if self.staging_blobs else 0
         self._n_stamps = bells.STAMP_WORDS * experts.n_layers
-        stamps = device.alloc(8 * self._n_stamps)
-        self._stamps = device.host(8 * self._n_stamps).view(np.int64)
+        stamps = device.alloc(_report_bytes(experts, K))
+        self._report = device.host(_report_bytes(experts, K))
+        self._stamps = self._report[: 8 * self._n_stamps].view(np.int64)
         bell = Doorbell(self.mailbox, self._host.ctypes.data, control, work, decisions, staged, jobs)
-        self.split = Split(bell, self._raws_of, staging, self.staging_blobs, stamps, stamp_branches, copy_sums)
+        self.split = Split(bell, self._raws_of, staging, self.staging_blobs, stamps, stamp_branches, copy_sums,
+                           stamps + 8 * self._n_stamps)  # fmt: skip
         self._control = np.zeros(bells.CONTROL_WORDS, np.int64)
         self.set_limit(limit_s)
         self.set_share(share)
@@ -195,9 +207,10 @@ class Hybrid:
 
     # ---- windows
 
-    def launches(self) -> list[Launch]:
-        """What a window's graph ends with: the stamps, to the host."""
-        return outbox(self.split.stamps, self._stamps.ctypes.data, 8 * self._n_stamps)
+    def launches(self, T: int) -> list[Launch]:
+        """What the graph of a window of T rows ends with: stamps and routed ids, to the host."""
+        n_bytes = 8 * self._n_stamps + _log_bytes(self.experts, self.mailbox.K, T)
+        return outbox(self.split.stamps, self._report.ctypes.data, n_bytes)
 
     @contextmanager
     def window(self) -> Iterator[None]:
@@ -232,6 +245,16 @@ class Hybrid:
         return ", ".join(map(str, dict.fromkeys(ids[cpu].tolist())))
 
     # ---- facts
+
+    def routed(self, T: int) -> np.ndarray:
+        """int32 (L, T, K): routed ids of the last window, which had T rows; valid until the next one."""
+        L, K = self.experts.n_layers, self.mailbox.K
+        return self._report[8 * self._n_stamps :][: 4 * L * T * K].view(np.int32).reshape(L, T, K)
+
+    @property
+    def stamps(self) -> np.ndarray:
+        """int64 (L, STAMP_WORDS): stamps of the last window; valid until the next one."""
+        return self._stamps.reshape(-1, bells.STAMP_WORDS)
 
     def telemetry(self) -> list[LayerTimes]:
         """The last window, layer by layer; without layers whose experts are all on the device."""

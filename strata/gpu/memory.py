@@ -20,14 +20,17 @@ MOST_INBOX_BYTES = 8 << 10
 """Larger io buffers do not go through the inbox."""
 
 INBOX_SKIPS = ("ngram.rows", "ngram.ticket", "mtp.x")
-"""io buffers with a way of their own: the op that waits for rows copies them, the backend uploads streams of drafts."""
+"""io buffers with a way of their own: the op that waits for rows copies them, rows of drafts are on the device."""
 
 
 HEAD_AREA = (256, 4608)
 """Offsets in the outbox of what heads report: of the logits as they are, and after penalties and bias (gpu/head.py)."""
 
+DRAFT_AREA = 16
+"""Offset in the outbox of what a chain of drafts leaves (gpu/draft_rows.py)."""
+
 OUTBOX_BYTES = 8960
-"""The error word (8 bytes) and the two areas."""
+"""The error word (8 bytes), a chain of drafts and the two areas."""
 
 
 TILES_OR_TERMS = "tiles or terms"

@@ -6,12 +6,13 @@ looks the chunk's n-gram rows up. Arithmetic is that of wide kernels: it does no
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass
 
 import numpy as np
 
-from strata.base.errors import need
+from strata.base.errors import StrataError, need
 from strata.base.geometry import CELL_ROWS
 from strata.base.program import Allocation, Program
 from strata.gpu.chunk_lower import ChunkLowering
@@ -38,6 +39,36 @@ class _Queue:
     marks: list[tuple[int, int]]
 
 
+class ChunkRows:
+    """N-gram rows of a chunk in pinned memory, and those of the chunk behind it, made while the device is busy."""
+
+    def __init__(self, table: NgramTable, staging: np.ndarray):
+        self._table, self._staging = table, staging
+        self._made: tuple[bytes, tuple[int, int]] | None = None
+        self._place = 0
+
+    def _make(self, tokens: np.ndarray, previous: tuple[int, int], place: int) -> np.ndarray:
+        out = self._staging[place, : len(tokens)]
+        self._table.collect(self._table.issue(self._table.row_ids(tokens, *previous)), out)
+        return out
+
+    def of(self, tokens: np.ndarray, previous: tuple[int, int]) -> np.ndarray:
+        """(T, width) float32, valid until the next call."""
+        tokens = np.ascontiguousarray(tokens, np.int32)
+        if self._made == (tokens.tobytes(), previous):
+            return self._staging[self._place, : len(tokens)]
+        self._made = None
+        return self._make(tokens, previous, self._place)
+
+    def ahead(self, tokens: np.ndarray, previous: tuple[int, int]) -> None:
+        """Make the rows that `of` will be asked for next. A failure is left for it to meet again."""
+        tokens = np.ascontiguousarray(tokens, np.int32)
+        self._made, self._place = None, 1 - self._place
+        with contextlib.suppress(StrataError):
+            self._make(tokens, previous, self._place)
+            self._made = (tokens.tobytes(), previous)
+
+
 class Chunks:
     """Runs prefill chunks of one program. The backend binds the state, keeps the way back and checks the error word.
 
@@ -56,14 +87,14 @@ class Chunks:
         stream: ExpertStream | None = None,
     ):
         self.program, self.arena, self.weights, self.device = program, arena, weights, device
-        self.most_rows, self.context, self._ngram, self.stream = program.T, context, ngram, stream
-        self._host_out = host_out
+        self.most_rows, self.context, self.stream = program.T, context, stream
+        self.host_out = host_out
         arena.lie_at(device.alloc(arena.n_bytes))
         self._queues: dict[int, _Queue] = {}
-        self._staged = None
+        self.ngram_rows = None
         if ngram is not None:
-            staged = device.host(staging_bytes(program)).view(np.float32)
-            self._staged = staged.reshape(self.most_rows, -1)
+            staging = device.host(staging_bytes(program)).view(np.float32)
+            self.ngram_rows = ChunkRows(ngram, staging.reshape(2, self.most_rows, -1))
         device.prepare(self.queue_of(self.most_rows).lowering.launches)  # nothing compiles after load
 
     def allocations(self, stream_bytes: int) -> list[Allocation]:
@@ -71,8 +102,9 @@ class Chunks:
         reason = f"chunks of up to {self.most_rows:,} rows"
         ring = self.stream.n_bytes if self.stream is not None else 0
         lines = [Allocation("prefill buffers", "vram", self.arena.n_bytes + ring + stream_bytes, reason)]
-        if self._staged is not None:
-            lines.append(Allocation("prefill staging", "ram", self._staged.nbytes, "pinned: n-gram rows of a chunk"))
+        if self.ngram_rows is not None:
+            n_bytes = staging_bytes(self.program)
+            lines.append(Allocation("prefill staging", "ram", n_bytes, "pinned: n-gram rows of two chunks"))
         return lines
 
     def queue_of(self, T: int) -> _Queue:
@@ -84,19 +116,24 @@ class Chunks:
             wait = next((i for i, op in enumerate(self.program.ops) if op.kind == "ngram_wait"), None)
             if wait is not None:
                 marks.append((next(i for i, op in enumerate(low.op_of_launch) if op >= wait), -1))
-            head = inbox(self._host_out.ctypes.data, self.arena.error, 0, self.arena.error)
-            tail = outbox(self.arena.error, self._host_out.ctypes.data, 8)
+            head = inbox(self.host_out.ctypes.data, self.arena.error, 0, self.arena.error)
+            tail = outbox(self.arena.error, self.host_out.ctypes.data, 8)
             self._queues[T] = _Queue(low, head, tail, sorted(marks))
         return self._queues[T]
 
-    def run(self, tokens: np.ndarray, previous: tuple[int, int], position: int) -> ChunkLowering:
+    def run(
+        self, tokens: np.ndarray, previous: tuple[int, int], position: int, following: np.ndarray | None = None
+    ) -> ChunkLowering:
         """Read tokens (T,) int32, whole cells from `position` on, into the bound state, and wait.
 
-        Recurrent state advances; streams are left in `streams`, an error in the error word.
+        Recurrent state advances; streams are left in `streams`, an error in the error word. following: tokens of the
+        next chunk, whose n-gram rows are looked up meanwhile.
         """
         queue = self._feed(tokens, position)
         self._run(queue, tokens, previous, 0, len(queue.lowering.launches))
         self.device.run(queue.tail)
+        if self.ngram_rows is not None and following is not None and len(following) <= self.most_rows:
+            self.ngram_rows.ahead(following, (int(tokens[-1]), int(tokens[-2])))
         self.device.synchronize()
         return queue.lowering
 
@@ -123,7 +160,7 @@ class Chunks:
             self.device.run(launches[first:index])
             first = index
             if mark < 0:
-                self._look_up(tokens, previous)
+                self.device.upload(self.arena.address("ngram.rows"), self.ngram_rows.of(tokens, previous))
             else:
                 self.stream.arrive(mark)
         self.device.run(launches[first:end])
@@ -144,9 +181,3 @@ class Chunks:
         self.device.run(queue.head)
         return queue
 
-    def _look_up(self, tokens: np.ndarray, previous: tuple[int, int]) -> None:
-        """The chunk's n-gram rows, from the table to the device."""
-        ids = self._ngram.row_ids(np.ascontiguousarray(tokens, np.int32), *previous)
-        staged = self._staged[: len(tokens)]
-        self._ngram.collect(self._ngram.issue(ids), staged)
-        self.device.upload(self.arena.address("ngram.rows"), staged)

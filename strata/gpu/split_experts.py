@@ -31,6 +31,7 @@ class Split:
     staging      `places` of experts that come over the link, 0 if none ever does
     stamps       int64 (L, STAMP_WORDS); with `stamp_branches` the ends of the hits and of the link are stamped too, by
                  nodes of their own
+    log          int32 (L, T, K) of the window's rows T: routed ids, for whoever counts them; 0: not kept
     copy_sums    the wait brings the CPU's sums into device memory; else the combine reads them in the host's
     """
 
@@ -41,6 +42,7 @@ class Split:
     stamps: int
     stamp_branches: bool = True
     copy_sums: bool = True
+    log: int = 0
 
 
 def layer_parts(weights: Weights, layer: int) -> Parts:
@@ -83,7 +85,7 @@ def lower_split(c: Lowering, op: Op, split: Split) -> None:
     parts = layer_parts(c.weights, layer) if raws else None
     blob = blob_of(parts) if parts else bells.Blob(0, 0, 0)
     c.add(bells.post(d, ids, c.at(op, "weights"), c.at(op, "x"), slots, raws, split.staging, blob, T, layer, c.error,
-                     stamps))  # fmt: skip
+                     stamps, split.log and split.log + 4 * T * K * layer))  # fmt: skip
     quantise_inputs(c, op, hits, shared)
     outputs = linked = 0
     if n_slots:

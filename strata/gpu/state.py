@@ -96,7 +96,7 @@ class DeviceState:
         out = State(self.buffers.values())
         out.recurrent[:] = self.recurrent.copy()
         for name, b in self.buffers.items():
-            if b.role != "recurrent":
+            if b.role == "cells":
                 self._device.download(self.addresses_of[name], out.arrays[name])
         out.rows = self.rows
         return out
@@ -109,7 +109,7 @@ class DeviceState:
         need(same, "the state belongs to another model, context or KV format")
         self.recurrent[:] = state.recurrent
         for name, b in self.buffers.items():
-            if b.role != "recurrent":
+            if b.role == "cells":
                 self._device.upload(self.addresses_of[name], state.arrays[name])
         self.rows = state.rows
 

@@ -1,8 +1,8 @@
 """From host memory to the device at the speed of the link: raw bytes through staging, the device layout made there.
 
 What is uploaded is cut into pieces of a few MiB. A piece is copied by many threads into pinned memory (registered
-memory needs no such step), from there to raw staging on the device, and kernels relay it to its place. Pieces take
-turns on two streams, so copies by the host, the link and kernels overlap.
+memory needs no such step), from there to raw staging on the device, and kernels relay it to its place. While threads
+fill a piece, the one before crosses the link on a stream of its own, and kernels on another relay the one before that.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from strata.base.errors import DoesNotFit, need
+from strata.base.errors import BadArgument, DoesNotFit, need
 from strata.gpu.device import COPY_STREAMS, Device
 from strata.gpu.launch import Launch
 from strata.gpu.link_fetch import field_map
@@ -37,9 +37,11 @@ PIECES = 4
 ITEM_ALIGN = 16
 PLACES_BYTES = 16
 """Where a matrix is and where it goes, two words of `relayout_stack`."""
-COPY_BYTES = 1 << 20
-"""A thread copies that much at a time."""
+SHARE_BYTES = 1 << 20
+"""Less is not worth another thread."""
 MOST_COPY_THREADS = 8
+STAGE, WORK = COPY_STREAMS
+"""Copies into staging, which wait for nothing; kernels and copies that write where others may still read."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,12 +70,17 @@ class _Piece:
     end: int
     bounced: list[tuple[np.ndarray, int]] = field(default_factory=list)
     """Arrays that threads copy into the ring, and where (bytes ever taken)."""
-    copies: list[tuple[int, int, int]] = field(default_factory=list)
-    """(address on the device, source address, bytes)."""
+    staged: list[tuple[int, int, int]] = field(default_factory=list)
+    """(address in the device's ring, source address, bytes)."""
+    direct: list[tuple[int, int, int]] = field(default_factory=list)
+    """The same for what goes to its target as it is."""
     matrices: list[tuple[_Shape, int, int, int]] = field(default_factory=list)
     """(shape, rows, place in the ring, target)."""
     sources: list[np.ndarray] = field(default_factory=list)
     """What the copies read in place, kept until they are done."""
+    launches: list[Launch] = field(default_factory=list)
+    filled: list[Future] = field(default_factory=list)
+    """Threads at work on `bounced`."""
 
 
 class Uploader:
@@ -96,9 +103,11 @@ class Uploader:
         self._table_end = 0
         self._taken = self._freed = 0
         self._open: _Piece | None = None
+        self._filling: deque[_Piece] = deque()
         self._under_way: deque[tuple[int, Any, list[np.ndarray]]] = deque()
         """End, event and sources of what was sent."""
         self._n_sent = 0
+        device.after(STAGE, device.record())  # the ring's memory was zeroed on the main stream
 
     # ---- queueing
 
@@ -113,23 +122,27 @@ class Uploader:
 
         `target` is a multiple of 16; relayout_bytes(format, rows, K) are written.
         """
-        need(data.dtype == np.uint8 and data.ndim == 2 and data.size > 0, "a matrix to upload",
-             found=f"{data.dtype} {data.shape}", needed="uint8 (rows, row_bytes)")  # fmt: skip
-        need(target % ITEM_ALIGN == 0, "where a matrix goes", found=target, needed=f"a multiple of {ITEM_ALIGN}")
+        if data.dtype != np.uint8 or data.ndim != 2 or not data.size or target % ITEM_ALIGN:
+            raise BadArgument("a matrix to upload", found=f"{data.dtype} {data.shape} to {target}",
+                              needed=f"uint8 (rows, row_bytes), to a multiple of {ITEM_ALIGN}")  # fmt: skip
         rows, row_bytes = data.shape
         shape = self._shapes.get((format.name, row_bytes)) or self._shape(format, row_bytes)
+        if rows <= shape.most_rows:
+            self._add(_flat(data), target, shape)
+            return
         for first in range(0, rows, shape.most_rows):
             part = data[first : first + shape.most_rows]
             self._add(_flat(part), target + first // ROWS * shape.block_bytes, shape)
 
     def send(self) -> None:
         """Start everything queued. Waits only while the ring is full."""
-        if self._open is not None:
-            self._seal()
+        self._seal()
+        while self._filling:
+            self._issue()
 
     def mark(self) -> int:
         """A number for everything queued up to now."""
-        return self._n_sent + (self._open is not None)
+        return self._n_sent + len(self._filling) + (self._open is not None)
 
     def arrived(self, mark: int) -> bool:
         """Whether everything before a mark is on the device; sends it if need be, and does not wait."""
@@ -153,7 +166,7 @@ class Uploader:
     def close(self) -> None:
         """Wait for what is under way and end the threads; what was queued but not sent is dropped."""
         self._open = None
-        self.wait(self._n_sent)
+        self.finish()
         if self._pool is not None:
             self._pool.shutdown()
 
@@ -176,14 +189,16 @@ class Uploader:
         # Behind its items a piece needs room for the list of its matrices.
         with_list = n_bytes + PLACES_BYTES * (1 + (len(self._open.matrices) if self._open else 0))
         if self._taken % self._ring_bytes + with_list > self._ring_bytes:  # nothing goes around the end
-            self.send()
+            self._seal()
             self._taken += -self._taken % self._ring_bytes
         at = self._taken
         while at + with_list - self._freed > self._ring_bytes:
-            if not self._under_way:
+            if self._under_way:
+                self._free_oldest()
+            elif self._filling:
+                self._issue()
+            else:
                 self._freed = at  # only the end that was left out is in the way
-                break
-            self._free_oldest()
         if self._open is None:
             self._open = _Piece(at, at)
         self._taken = self._open.end = at + n_bytes
@@ -200,23 +215,35 @@ class Uploader:
             piece.bounced.append((flat, place))
             source = self._bounce_at + place
         if shape is None:
-            piece.copies.append((target, source, flat.size))
+            piece.direct.append((target, source, flat.size))
         else:
-            piece.copies.append((self._raw + place, source, flat.size))
+            piece.staged.append((self._raw + place, source, flat.size))
             piece.matrices.append((shape, flat.size // shape.row_bytes, place, target))
 
     def _seal(self) -> None:
-        """Send the open piece."""
+        """Close the open piece and have it filled; pieces before it leave."""
+        if self._open is None:
+            return
         piece, self._open = self._open, None
-        launches = self._relayouts(piece)
-        self._fill(piece.bounced)
-        stream = COPY_STREAMS[self._n_sent % len(COPY_STREAMS)]
-        device = self._device
-        device.after(stream, device.record())
-        for address, source, n_bytes in _joined(piece.copies):
-            device.copy_in(address, source, n_bytes, stream)
-        device.run(launches, stream)
-        self._under_way.append((piece.end, device.record(stream), piece.sources))
+        piece.launches = self._relayouts(piece)
+        piece.filled = self._fill(piece.bounced)
+        self._filling.append(piece)
+        while self._filling and (len(self._filling) > 1 or not self._filling[0].filled):
+            self._issue()
+
+    def _issue(self) -> None:
+        """Queue the oldest piece that is being filled on the device."""
+        piece, device = self._filling.popleft(), self._device
+        for part in piece.filled:
+            part.result()
+        for copy in _joined(piece.staged):
+            device.copy_in(*copy, STAGE)
+        device.after(WORK, device.record(STAGE))
+        device.after(WORK, device.record())
+        for copy in _joined(piece.direct):
+            device.copy_in(*copy, WORK)
+        device.run(piece.launches, WORK)
+        self._under_way.append((piece.end, device.record(WORK), piece.sources))
         self._n_sent += 1
 
     def _relayouts(self, piece: _Piece) -> list[Launch]:
@@ -230,30 +257,35 @@ class Uploader:
         at = piece.end % self._ring_bytes
         self._taken = piece.end = piece.end + places.size
         piece.bounced.append((places, at))
-        piece.copies.append((self._raw + at, self._bounce_at + at, places.size))
+        piece.staged.append((self._raw + at, self._bounce_at + at, places.size))
         launches, listed = [], self._raw + at
         for (shape, rows), group in groups.items():
             launches += relayout_stack(shape.format, listed, len(group), rows, shape.K, shape.table, shape.field)
             listed += PLACES_BYTES * len(group)
         return launches
 
-    def _fill(self, bounced: list[tuple[np.ndarray, int]]) -> None:
-        """Copy arrays into the pinned ring."""
-        parts = [
-            (flat[start : start + COPY_BYTES], place + start)
-            for flat, place in bounced
-            for start in range(0, flat.size, COPY_BYTES)
-        ]
+    def _fill(self, bounced: list[tuple[np.ndarray, int]]) -> list[Future]:
+        """Copy arrays into the pinned ring, a share for each thread; at once if there is little."""
+        total = sum(data.size for data, _ in bounced)
+        if self._pool is None or total <= SHARE_BYTES:
+            self._copy(bounced)
+            return []
+        share = max(SHARE_BYTES, -(-total // self._threads))
+        shares: list[list[tuple[np.ndarray, int]]] = [[]]
+        room = share
+        for data, place in bounced:
+            while data.size:
+                if not room:
+                    shares.append([])
+                    room = share
+                part = data[:room]
+                shares[-1].append((part, place))
+                data, place, room = data[part.size :], place + part.size, room - part.size
+        return [self._pool.submit(self._copy, one) for one in shares]
 
-        def copy(part: tuple[np.ndarray, int]) -> None:
-            data, place = part
+    def _copy(self, parts: list[tuple[np.ndarray, int]]) -> None:
+        for data, place in parts:
             np.copyto(self._bounce[place : place + data.size], data)
-
-        if self._pool is None or sum(data.size for data, _ in parts) <= COPY_BYTES:
-            for part in parts:
-                copy(part)
-        else:
-            list(self._pool.map(copy, parts))
 
     # ---- tables
 

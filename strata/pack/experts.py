@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from strata.base.errors import BadArgument, ModelError
+from strata.base.errors import BadArgument, ModelError, need
 from strata.pack.formats import BlockFormat
 from strata.pack.gguf_file import GgufFile, TensorInfo
 
@@ -93,6 +93,16 @@ class ExpertLayout:
     def types(self) -> np.ndarray:
         """(L, 3) int32: ggml types of gate, up and down."""
         return np.array([[p.ggml_type for p in layer.projections] for layer in self.layers], np.int32)
+
+    def placed_at(self, addresses: np.ndarray) -> ExpertLayout:
+        """The same experts with (L, E, 3) int64 `addresses` of gate, up and down: a view, whoever owns them may move them.
+        `raw` still reads the mapping."""
+        need(addresses.shape == (self.n_layers, self.E, len(PARTS)) and addresses.dtype == np.int64
+             and addresses.flags.c_contiguous, "addresses of experts", found=f"{addresses.dtype} {addresses.shape}",
+             needed=f"int64 ({self.n_layers}, {self.E}, {len(PARTS)})")  # fmt: skip
+        other = ExpertLayout(self._gguf, self.layers, self.E, self.F, self.D)
+        other._addresses = addresses
+        return other
 
     @property
     def addresses(self) -> np.ndarray:

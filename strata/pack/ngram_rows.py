@@ -117,34 +117,44 @@ def prefetch_rows(n, unique, landed, address, row_bytes):
 
 
 @cached_njit
+def _keep(row, i, keys, used, hands, cached, staging):
+    """Puts row `row`, which lies in staging[i], into the cache."""
+    sets = keys.shape[0]
+    if sets == 0:
+        return
+    s = row % sets
+    for w in range(WAYS):
+        if keys[s, w] == row:
+            return  # another ticket read the same row meanwhile
+    w = np.int64(hands[s])
+    while keys[s, w] >= 0 and used[s, w]:
+        used[s, w] = 0
+        w = (w + 1) % WAYS
+    keys[s, w] = row
+    used[s, w] = 0
+    hands[s] = (w + 1) % WAYS
+    for b in range(staging.shape[1]):
+        cached[s, w, b] = staging[i, b]
+
+
+@cached_njit
 def read_rows(n, unique, landed, table, keys, used, hands, cached, staging):
     """Reads the rows that have not landed from `table` (rows, row_bytes) into `staging` and into the cache."""
-    sets = keys.shape[0]
-    row_bytes = staging.shape[1]
     for i in range(n):
-        if landed[i]:
-            continue
-        row = unique[i]
-        for b in range(row_bytes):
-            staging[i, b] = table[row, b]
-        landed[i] = 1
-        if sets == 0:
-            continue
-        s = row % sets
-        present = False
-        for w in range(WAYS):
-            present |= keys[s, w] == row
-        if present:
-            continue  # another ticket read the same row meanwhile
-        w = np.int64(hands[s])
-        while keys[s, w] >= 0 and used[s, w]:
-            used[s, w] = 0
-            w = (w + 1) % WAYS
-        keys[s, w] = row
-        used[s, w] = 0
-        hands[s] = (w + 1) % WAYS
-        for b in range(row_bytes):
-            cached[s, w, b] = staging[i, b]
+        if not landed[i]:
+            for b in range(staging.shape[1]):
+                staging[i, b] = table[unique[i], b]
+            landed[i] = 1
+            _keep(unique[i], i, keys, used, hands, cached, staging)
+
+
+@cached_njit
+def keep_rows(n, unique, landed, keys, used, hands, cached, staging):
+    """Puts the rows of `staging` that did not come from the cache into it."""
+    for i in range(n):
+        if not landed[i]:
+            landed[i] = 1
+            _keep(unique[i], i, keys, used, hands, cached, staging)
 
 
 @cached_njit

@@ -199,6 +199,7 @@ def estimate_gpu(
     reads: list[DiskRead],
     link_usable: bool,
     costs: CpuCosts,
+    given_share: float | None = None,
 ) -> Estimate:
     """Decode bound with a GPU: dense weights from VRAM, then hits, misses on the CPU and the PCIe share side by
     side."""
@@ -209,7 +210,8 @@ def estimate_gpu(
     hit_bytes, ram_bytes = where.vram * routed, where.ram * routed
     cpu_ms = product_ms(expert_parts(m), costs, threads, machine.ram_gbps) + costs.expert_ms(g, threads)
     cpu_gbps = routed / cpu_ms / 1e6
-    share = pcie_split(cpu_gbps, gpu.link_gbps, machine.ram_gbps) if link_usable else 0.0
+    share = pcie_split(cpu_gbps, gpu.link_gbps, machine.ram_gbps) if given_share is None else given_share
+    share = share if link_usable else 0.0
     scale = min(1.0, machine.ram_gbps / (cpu_gbps + gpu.link_gbps)) if share else 1.0
     serial = {
         "dense weights from VRAM": (dense + state) / gpu.vram_gbps / 1e6,

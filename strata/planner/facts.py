@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from strata.arch.flash_next.contract import VECTOR, required_tensors
 from strata.base.geometry import Geometry
@@ -16,6 +17,9 @@ from strata.pack.gguf_file import GgufFile, TensorInfo
 from strata.pack.tensor_class import DENSE_CLASSES, DRAFT, EMBEDDING, HEAD, NGRAM_TABLE, classify
 from strata.planner.draft import DraftFacts
 from strata.planner.vram_bytes import aligned, matrix_bytes
+
+if TYPE_CHECKING:
+    from strata.planner.split_bytes import SplitFacts
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class ModelFacts:
     vector_bytes   norms, other small vectors and experts' factors, widened to float32
     cpu_private_bytes   what the CPU backend's ops ask for besides the programs' buffers
     gpu_private_bytes   the same of the GPU backend, without what grows with the context
+    split          what sharing experts with the CPU takes; None where they cannot be shared, or nobody asked
     scaled_layers  layers whose experts have output factors
     missing_bytes  what a truncated file lacks
     """
@@ -70,6 +75,7 @@ class ModelFacts:
     missing_bytes: int = 0
     n_shards: int = 1
     draft: DraftFacts | None = None
+    split: SplitFacts | None = None
     notes: tuple[str, ...] = field(default=())
 
     @property

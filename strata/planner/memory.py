@@ -37,6 +37,7 @@ from strata.planner.options import DRAFTS, PlanOptions, make_options
 from strata.planner.pricing import Priced, default_threads, draft_of, largest_context, price
 from strata.planner.rates import CpuCosts
 from strata.planner.remedies import remedies, slots_per_gib
+from strata.planner.split_bytes import FORMS, SplitFacts, split_facts
 from strata.planner.vram_bytes import private_bytes
 
 SHOWN_CONTEXT = 4096
@@ -64,8 +65,8 @@ def choose_device(machine: Machine, o: PlanOptions) -> Gpu | None:
 def _check_cpu(machine: Machine, o: PlanOptions) -> None:
     """Refuse options that mean nothing without a GPU."""
     found = f"{len(machine.gpus)} GPUs, device={o.device!r}"
-    if o.slots or o.vram_gib is not None:
-        raise BadArgument("slots and vram_gib need a GPU", found=found)
+    if o.slots or o.vram_gib is not None or o.pcie_share:
+        raise BadArgument("slots, pcie_share and vram_gib need a GPU", found=found)
     if o.experts not in ("auto", "mapped"):
         raise BadArgument(
             f"experts={o.experts!r} needs a GPU",
@@ -118,13 +119,15 @@ def plan(
         )
     where = residency(model, priced.allotment.slots, priced.ram_expert_bytes, o.hit_rate, o.profile is not None)
     cached = min(1.0, priced.spare_ram_bytes / model.ngram_table_bytes) if model.ngram_table_bytes else 1.0
-    reads = disk_reads(model, machine, where, cached)
+    reads = disk_reads(model, machine, where, cached if priced.ngram == "mapped" else 0.0)
     costs = costs or CpuCosts(machine.kernel_tier)
     if gpu is None:
         estimate = estimate_cpu(model, machine, threads, context, priced.kv, where, reads, count_ops(g), costs)
     else:
-        link = priced.experts in ("pinned", "resident")
-        estimate = estimate_gpu(model, machine, gpu, threads, context, priced.kv, where, reads, link, costs)
+        link = priced.experts in ("pinned", "resident") or bool(o.pcie_share)
+        estimate = estimate_gpu(
+            model, machine, gpu, threads, context, priced.kv, where, reads, link, costs, o.pcie_share
+        )
     if where.disk > 0:
         notes.append(
             f"disk-bound: {where.disk:.0%} of the routed experts come from disk, at most "
@@ -145,6 +148,7 @@ def plan(
         draft="off" if draft is None else draft.source,
         checkpoints=o.checkpoints,
         ngram_cache_rows=min(priced.ngram_rows, model.ngram_rows),
+        ngram=priced.ngram,
         threads=threads,
         lines=priced.lines,
         free_bytes=priced.free_bytes,
@@ -158,6 +162,8 @@ def plan(
         remedies=remedies(model, machine, gpu, o, context, priced),
         largest_context=largest,
         slots_per_gib=slots_per_gib(model, machine, gpu, o, context, priced),
+        pcie_share=estimate.pcie_share,
+        link_gbps=None if gpu is None else gpu.link_gbps,
         missing_bytes=model.missing_bytes,
         expert_types=model.types_text,
         file_bytes=model.file_bytes,
@@ -221,8 +227,9 @@ def facts_of(gguf: GgufFile, geometry: Geometry, draft: Path | str | None = None
     """Facts of an opened and checked file. draft: source of its draft layer, STANDARD for one that is not here."""
     layout = expert_layout(gguf, geometry.L)
     on_cpu, on_gpu = cpu_private_bytes(gguf, geometry, layout), gpu_private_bytes(gguf, geometry, layout)
+    split = _split(gguf, geometry, layout)
     if draft is None:
-        return model_facts(gguf, geometry, on_cpu, on_gpu)
+        return replace(model_facts(gguf, geometry, on_cpu, on_gpu), split=split)
     if draft == STANDARD:
         tensors, rows = standard_tensors(geometry), min(DRAFT_VOCABULARY, geometry.V)
     else:
@@ -233,7 +240,23 @@ def facts_of(gguf: GgufFile, geometry: Geometry, draft: Path | str | None = None
     private = cpu_private_bytes(gguf, geometry, layout, held, rows)
     with_gpu = gpu_private_bytes(gguf, geometry, layout, held, rows)
     found = facts_of_tensors(geometry, tensors, head.row_bytes, rows, private, str(draft), with_gpu)
-    return model_facts(gguf, geometry, on_cpu, on_gpu, found)
+    split = _split(gguf, geometry, layout, held, rows)
+    return replace(model_facts(gguf, geometry, on_cpu, on_gpu, found), split=split)
+
+
+def _split(
+    gguf: GgufFile,
+    geometry: Geometry,
+    layout: ExpertLayout,
+    held: Mapping[str, DraftTensor] | None = None,
+    draft_rows: int = 0,
+) -> SplitFacts | None:
+    """What sharing the trunk's experts with the CPU takes, with and without the draft layer; None for float ones."""
+    if not all(p.format.group for layer in layout.layers for p in layer.projections):
+        return None
+    plain = {form: gpu_private_bytes(gguf, geometry, layout, form=form) for form in FORMS}
+    drafted = plain if held is None else {f: gpu_private_bytes(gguf, geometry, layout, held, draft_rows, f) for f in FORMS}
+    return split_facts(Tensors(gguf), layout, geometry.K, plain, drafted)
 
 
 def cpu_private_bytes(
@@ -257,11 +280,12 @@ def gpu_private_bytes(
     layout: ExpertLayout,
     held: Mapping[str, DraftTensor] | None = None,
     draft_rows: int = 0,
+    form: tuple[bool, bool] | None = None,
 ) -> int:
-    """The same of the GPU backend, without what grows with the context."""
+    """The same of the GPU backend, without what grows with the context. form: see `vram_bytes.private_bytes`."""
     tensors, programs = Tensors(gguf, held), priced_programs(geometry, draft_rows)
     windows = [p for i, p in enumerate(programs) if i != PREFILL]
-    return private_bytes(windows, lambda name: tensors.info(name).format, layout)
+    return private_bytes(windows, lambda name: tensors.info(name).format, layout, form)
 
 
 def plan_file(path: str | Path, *, machine: Machine | None = None, measure: bool = False, **options: object) -> Plan:

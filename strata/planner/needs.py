@@ -11,8 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from strata.arch.flash_next import mtp, program
-from strata.base.doorbell import Mailbox
-from strata.base.geometry import CELL_ROWS, WINDOW_ROWS, Geometry
+from strata.base.geometry import CELL_ROWS, DRAFT_RING_ROWS, WINDOW_ROWS, Geometry
 from strata.base.plan import MIB, PlanLine
 from strata.base.program import Buffer, Program
 from strata.pack.grids import GRID, SIGNS
@@ -27,7 +26,7 @@ from strata.planner.vram_bytes import aligned
 CUDA_CONTEXT_BYTES = 352 * MIB
 """What the driver keeps for a process with one context, before any allocation of ours."""
 
-MODULE_BYTES = 32 * MIB
+MODULE_BYTES = 16 * MIB
 """Kernel modules, all loaded at once, so that no later load finds the card full."""
 
 GRAPH_NODE_BYTES = 1024
@@ -55,20 +54,17 @@ STACK_BYTES = 1 << 20
 INBOX_BYTES = 256
 """Tokens, positions and the like of a window."""
 
-DRAFT_QUEUE_ROWS = 64
-"""Rows that may wait for the draft layer."""
-
-
 @dataclass(frozen=True)
 class HostNeeds:
     """What RAM is held for: sessions, checkpoints of each, whether drafts are also looked up in earlier text, the draft
-    layer, if any, and threads."""
+    layer, if any, threads, and bytes of the n-gram table's own reader."""
 
     sessions: int
     checkpoints: int
     lookup: bool
     draft: DraftFacts | None
     threads: int
+    reader_bytes: int = 0
 
 
 PREFILL = 3
@@ -221,14 +217,21 @@ def draft_lines(g: Geometry, draft: DraftFacts, context: int, kv: str, sessions:
             f"{draft.vocabulary:,} rows of the head",
         ),
     ]
+    if not on_cpu:
+        ids = aligned(4 * draft.vocabulary) if draft.head_bytes else 0
+        rows = sessions * aligned(DRAFT_RING_ROWS * g.CD * 4) + ids
+        lines.append(PlanLine("draft rows", device, rows, f"{each}streams of {DRAFT_RING_ROWS} rows; tokens of the head"))
     if on_cpu:
         where = "used in place, in the draft layer's own files"
         lines.insert(1, PlanLine("draft layer (mapped)", device, draft.mapped_bytes, where, kind="map"))
     return [line for line in lines if line.n_bytes]
 
 
-def gpu_fixed_lines(m: ModelFacts, context: int, kv: str, sessions: int, draft: DraftFacts | None) -> list[PlanLine]:
-    """VRAM lines in order of allocation, up to the prefill buffers: everything but reserve and expert cache."""
+def gpu_fixed_lines(
+    m: ModelFacts, context: int, kv: str, sessions: int, draft: DraftFacts | None, form: tuple[bool, bool] | None = None
+) -> list[PlanLine]:
+    """VRAM lines in order of allocation, up to the prefill buffers: everything but reserve and expert cache. form: None
+    where VRAM holds every expert, else see `vram_bytes.private_bytes`."""
     g = m.geometry
     lines = [
         PlanLine("CUDA context", "vram", CUDA_CONTEXT_BYTES, "driver's share for this process", kind="driver"),
@@ -237,10 +240,18 @@ def gpu_fixed_lines(m: ModelFacts, context: int, kv: str, sessions: int, draft: 
     lines += session_lines(g, context, kv, sessions, "vram")
     back = "a recurrent state, for chunks that fail"
     lines.append(PlanLine("way back", "vram", state.recurrent_bytes(g), back))
-    lines.append(PlanLine("small tables", "vram", gpu_table_bytes(m), "places of experts, codebooks"))
+    split = m.split if form is not None else None
+    linked = split is not None and form[1]
+    tables = gpu_table_bytes(m) + (split.tables if linked else 0)
+    lines.append(PlanLine("small tables", "vram", tables, "places of experts, codebooks"))
     if draft is not None:
         lines += draft_lines(g, draft, context, kv, sessions, "vram")
     drafted, private = (draft.vocabulary, draft.gpu_private_bytes) if draft else (0, m.gpu_private_bytes)
+    if split is not None:
+        private = (split.drafted if draft else split.private)[form]
+        lines.append(PlanLine("expert exchange", "vram", split.exchange[linked], "decisions, lists, times"))
+        if linked:
+            lines.append(PlanLine("link staging", "vram", split.staging, "experts over the link"))
     lines += [
         PlanLine("LM head", "vram", m.head.vram_bytes, "before the cache: it must never find the card full"),
         PlanLine(
@@ -272,18 +283,17 @@ def gpu_fixed_lines(m: ModelFacts, context: int, kv: str, sessions: int, draft: 
     return lines
 
 
-def host_lines(m: ModelFacts, context: int, ngram_rows: int, s: HostNeeds) -> list[PlanLine]:
-    """RAM lines that both backends have."""
+def host_lines(m: ModelFacts, context: int, ngram_rows: int, s: HostNeeds, on_gpu: bool = False) -> list[PlanLine]:
+    """RAM lines that both backends have; on_gpu: rows that wait for the draft layer are not among them."""
     g, sessions, checkpoints, draft = m.geometry, s.sessions, s.checkpoints, s.draft
     each = " a session" if sessions > 1 else ""
     lines = []
     if m.ngram_rows:
-        n_bytes = ngram_cache_bytes(ngram_rows, m.ngram_rows, m.ngram_row_bytes)
-        lines.append(
-            PlanLine(
-                "n-gram cache", "ram", n_bytes, f"{min(ngram_rows, m.ngram_rows):,} rows of {m.ngram_row_bytes} bytes"
-            )
-        )
+        n_bytes = ngram_cache_bytes(ngram_rows, m.ngram_rows, m.ngram_row_bytes) + s.reader_bytes
+        reason = f"{min(ngram_rows, m.ngram_rows):,} rows of {m.ngram_row_bytes} bytes"
+        if s.reader_bytes:
+            reason += "; pages read past the system's cache"
+        lines.append(PlanLine("n-gram cache", "ram", n_bytes, reason))
     if checkpoints:
         n_bytes = sessions * state.checkpoint_bytes(g, checkpoints)
         lines.append(PlanLine("checkpoints", "ram", n_bytes, f"up to {checkpoints} recurrent states{each}"))
@@ -292,7 +302,7 @@ def host_lines(m: ModelFacts, context: int, ngram_rows: int, s: HostNeeds) -> li
         n_bytes += LOOKUP_TOKEN_BYTES * min(context, LOOKUP_TOKENS)
         reason += "; index of earlier text"
     if draft is not None:
-        n_bytes += (DRAFT_QUEUE_ROWS + 2 + checkpoints) * g.CD * 4
+        n_bytes += (checkpoints + (0 if on_gpu else DRAFT_RING_ROWS)) * g.CD * 4
         reason += "; rows that wait for the draft layer"
     lines.append(PlanLine("conversations", "ram", sessions * n_bytes, reason + each, kind="later"))
     stacks = f"stacks of {s.threads} thread{'s' if s.threads > 1 else ''}"
@@ -300,23 +310,25 @@ def host_lines(m: ModelFacts, context: int, ngram_rows: int, s: HostNeeds) -> li
     return lines
 
 
-def exchange_bytes(g: Geometry, every_expert: bool) -> int:
+def exchange_bytes(g: Geometry, shared: int = 0) -> int:
     """Pinned memory through which windows and the host talk: n-gram rows, results, full logits, places of experts; and
-    the mailbox of the CPU's experts, unless VRAM holds every expert."""
+    what sharing experts with the CPU takes."""
     rows = WINDOW_ROWS * g.ngram.width * 4 if g.ngram is not None else 0
-    mailbox = 0 if every_expert else Mailbox(WINDOW_ROWS, g.K, g.D).n_bytes
     places = EXPERT_PLACE_BYTES * g.E * g.L
-    return rows + mailbox + places + vram_bytes.OUTBOX_BYTES + INBOX_BYTES + WINDOW_ROWS * g.V * 4
+    return rows + shared + places + vram_bytes.OUTBOX_BYTES + INBOX_BYTES + WINDOW_ROWS * g.V * 4
 
 
 def gpu_host_lines(m: ModelFacts, context: int, ngram_rows: int, s: HostNeeds, every_expert: bool) -> list[PlanLine]:
     g = m.geometry
-    lines = host_lines(m, context, ngram_rows, s)
+    lines = host_lines(m, context, ngram_rows, s, on_gpu=True)
     if s.draft is not None and s.draft.head_bytes:
         lines.append(PlanLine("token ids of drafts", "ram", 4 * s.draft.vocabulary, "of the head's rows"))
     lines.append(PlanLine("upload ring", "ram", UPLOAD_RING_BYTES, "pinned: weights and experts on their way"))
+    shared = 0 if every_expert or m.split is None else m.split.pinned
+    if shared:
+        lines.append(PlanLine("CPU experts", "ram", m.split.service, "scratch of the threads that compute them"))
     what = "n-gram rows, full logits" if every_expert else "rows for the CPU's experts, their results, full logits"
-    return [*lines, PlanLine("exchange", "ram", exchange_bytes(g, every_expert), f"pinned: {what}")]
+    return [*lines, PlanLine("exchange", "ram", exchange_bytes(g, shared), f"pinned: {what}")]
 
 
 @lru_cache(maxsize=64)

@@ -12,6 +12,7 @@ from strata.planner.state_bytes import kv_format
 
 EXPERT_MODES = ("auto", "mapped", "pinned", "resident")
 DRAFTS = ("off", "lookup", "auto", "mtp")
+NGRAM_MODES = ("auto", "mapped", "direct")
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,13 @@ class PlanOptions:
     draft_vocabulary   head rows that drafts are scored on; None = as the draft layer's files say, else the usual subset
     checkpoints  recurrent states a session keeps in RAM for reuse of prefixes
     ngram_cache_rows   rows of the n-gram row cache; None = 65,536 on the CPU, 1,048,576 beside a GPU
+    ngram        how rows of the n-gram table are read: "mapped" (through the page cache), "direct" (past it), "auto"
+                 (mapped where free RAM holds the whole table beside everything else, else direct)
     reserve_mib  VRAM left free; None = 700, less on small cards
     hit_rate     share of routed experts found in VRAM, when it is known; None = from profile or uniform
     profile      ranking of (layer, expert) pairs
+    pcie_share   share of the experts that VRAM lacks for the GPU to read over PCIe: None = by cost where RAM holds experts
+                 locked; 0 = none; above 0 with "mapped" locks the file's pages in place
     threads      CPU workers; None = one per usable core, one less beside a GPU
     vram_gib, ram_gib   caps on what may be taken
     """
@@ -49,9 +54,11 @@ class PlanOptions:
     draft_vocabulary: int | None = None
     checkpoints: int = 6
     ngram_cache_rows: int | None = None
+    ngram: str = "auto"
     reserve_mib: float | None = None
     hit_rate: float | None = None
     profile: ExpertProfile | None = None
+    pcie_share: float | None = None
     threads: int | None = None
     vram_gib: float | None = None
     ram_gib: float | None = None
@@ -63,6 +70,7 @@ class PlanOptions:
         for name, least in (("slots", 0), ("ngram_cache_rows", 0), ("threads", 1), ("draft_vocabulary", 1)):
             _whole(name, getattr(self, name), least)
         kv_format(self.kv, 1)
+        need(self.ngram in NGRAM_MODES, f"unknown ngram {self.ngram!r}", needed=" or ".join(NGRAM_MODES))
         check_device_name(self.device)
         need(self.experts in EXPERT_MODES, f"unknown expert mode {self.experts!r}", needed=" or ".join(EXPERT_MODES))
         need(self.draft in DRAFTS, f"unknown draft {self.draft!r}", needed=" or ".join(DRAFTS))
@@ -75,6 +83,7 @@ class PlanOptions:
         )
         _number("reserve_mib", self.reserve_mib, 0.0)
         _number("hit_rate", self.hit_rate, 0.0, 1.0)
+        _number("pcie_share", self.pcie_share, 0.0, 1.0)
         for name in ("vram_gib", "ram_gib"):
             _number(name, getattr(self, name), 1 / 1024)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from strata.base.geometry import CELL_ROWS
 from strata.base.plan import GIB, MIB, PlanLine, Shortfall
+from strata.pack.ngram_reader import reader_bytes
 from strata.planner import needs
 from strata.planner.cache_size import size_cache
 from strata.planner.draft import DraftFacts, head_bytes, standard_facts
@@ -22,6 +23,8 @@ free."""
 
 WSL_PINNED_BYTES = GIB
 """WSL locks about this much memory for a GPU."""
+
+PAGE_BYTES = 4096
 
 NGRAM_ROWS_CPU, NGRAM_ROWS_GPU = 65_536, 1_048_576
 
@@ -45,6 +48,7 @@ class Priced:
     ram_expert_bytes: int
     spare_ram_bytes: int
     needs_disk: bool
+    ngram: str = "mapped"
 
 
 def ram_floor_bytes(machine: Machine, free_bytes: int) -> int:
@@ -67,7 +71,8 @@ def default_threads(machine: Machine, gpu: Gpu | None, o: PlanOptions) -> int:
 
 def _held(m: ModelFacts, machine: Machine, gpu: Gpu | None, o: PlanOptions) -> needs.HostNeeds:
     threads = default_threads(machine, gpu, o)
-    return needs.HostNeeds(o.sessions, o.checkpoints, o.draft != "off", draft_of(m, o), threads)
+    reader = reader_bytes() if o.ngram == "direct" else 0
+    return needs.HostNeeds(o.sessions, o.checkpoints, o.draft != "off", draft_of(m, o), threads, reader)
 
 
 def draft_of(m: ModelFacts, o: PlanOptions) -> DraftFacts | None:
@@ -118,15 +123,47 @@ def _sums(lines: list[PlanLine]) -> str:
 
 
 def price_gpu(m: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, context: int) -> Priced:
-    """The configuration on a GPU, with its RAM side."""
+    """The configuration on a GPU, with its RAM side. Where VRAM holds every expert, nothing is shared with the CPU."""
+    if m.split is None or (o.slots is not None and o.slots >= m.n_pairs):
+        return _price_gpu(m, machine, gpu, o, context, None)
+    if o.slots is None:
+        every = _price_gpu(m, machine, gpu, replace(o, slots=m.n_pairs, profile=None), context, None)
+        if not any(s.device == "vram" for s in every.shortfalls):
+            return every
+    held, link = o.slots != 0, uses_link(machine, o)
+    priced = _price_gpu(m, machine, gpu, o, context, (held, link))
+    if priced.experts == "resident":
+        return _price_gpu(m, machine, gpu, o, context, (held, link), m.split.swap)
+    if link and priced.experts == "mapped" and not o.pcie_share:  # what is not locked does not go over the link
+        return _price_gpu(m, machine, gpu, o, context, (held, False))
+    return priced
+
+
+def uses_link(machine: Machine, o: PlanOptions) -> bool:
+    """Whether a load that shares experts makes room for a share over PCIe."""
+    if o.experts == "mapped" or machine.wsl:
+        return bool(o.pcie_share)
+    return o.pcie_share != 0
+
+
+def _price_gpu(
+    m: ModelFacts,
+    machine: Machine,
+    gpu: Gpu,
+    o: PlanOptions,
+    context: int,
+    form: tuple[bool, bool] | None,
+    swap: tuple[int, int] = (0, 0),
+) -> Priced:
+    """form: see `vram_bytes.private_bytes`; swap: VRAM and RAM of an expert on its way back."""
     g, kv = m.geometry, kv_format(o.kv, context, m.geometry.dh)
     free = vram_free_bytes(gpu, o)
     held = _held(m, machine, gpu, o)
-    lines = needs.gpu_fixed_lines(m, context, kv, o.sessions, held.draft)
+    lines = needs.gpu_fixed_lines(m, context, kv, o.sessions, held.draft, form)
     sizes = m.slot_bytes
     queue = admission_queue(sizes, g.E, o.profile)
     fixed = sum(line.held_bytes for line in lines)
-    cache = size_cache(m, o, free - fixed, context, sizes, queue)
+    cache = size_cache(m, o, free - fixed - swap[0], context, sizes, queue)
     shortfalls = []
     if cache.shortfall is not None:
         name, n_bytes = cache.shortfall
@@ -154,7 +191,11 @@ def price_gpu(m: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, context
             )
         )
     ngram_rows = _ngram_rows(o, NGRAM_ROWS_GPU)
-    host = needs.gpu_host_lines(m, context, ngram_rows, held, cache.allotment.n_slots == m.n_pairs)
+    host = needs.gpu_host_lines(m, context, ngram_rows, held, form is None)
+    if swap[0]:
+        what = "an expert on its way back to RAM"
+        lines.append(PlanLine("swap staging", "vram", swap[0], what))
+        host.append(PlanLine("swap staging", "ram", swap[1], "pinned: " + what))
     ram = _ram_beside_gpu(m, machine, o, host, cache.allotment)
     return Priced(
         context=context,
@@ -191,8 +232,9 @@ def _ram_beside_gpu(m: ModelFacts, machine: Machine, o: PlanOptions, host: list[
     floor = ram_floor_bytes(machine, free)
     lines = [*host, PlanLine("system floor", "ram", floor, "left to the system and Python", kind="reserve")]
     room = free - sum(line.held_bytes for line in lines)
-    every = m.experts_bytes
-    complement = every - sum(s * b for s, b in zip(held.slots, m.expert_bytes, strict=True))
+    places = m.split.places if m.split is not None else m.expert_bytes
+    every, file_bytes = m.geometry.E * sum(places), m.experts_bytes
+    complement = every - sum(s * b for s, b in zip(held.slots, places, strict=True))
     lockable = WSL_PINNED_BYTES if machine.wsl else room
     wanted = {"pinned": every, "resident": complement}
     notes, shortfalls, mode = [], [], o.experts
@@ -212,16 +254,20 @@ def _ram_beside_gpu(m: ModelFacts, machine: Machine, o: PlanOptions, host: list[
         in_ram = max(0, min(complement, room))
         lines.append(
             PlanLine(
-                "experts (mapped)", "ram", every, "pages of the file, cached by the system", kind="map", held=in_ram
+                "experts (mapped)", "ram", file_bytes, "pages of the file, cached by the system", kind="map", held=in_ram
             )
         )
         short = complement - in_ram
-        if short > 0 and room >= 0:
+        if o.pcie_share and every > min(room, lockable):
+            used = sum(x.held_bytes for x in lines) - in_ram
+            what = "a share over PCIe locks all experts"
+            shortfalls.append(Shortfall("ram", "experts (mapped)", used + every, free, what))
+        elif short > 0 and room >= 0:
             notes.append(
                 f"RAM lacks {short / GIB:,.1f} GiB for experts that VRAM does not hold: disk is read again and again"
             )
         return _Ram(tuple(lines), mode, in_ram, max(room - in_ram, 0), short > 0, tuple(shortfalls), tuple(notes))
-    n_bytes = wanted[mode]
+    n_bytes = -(-wanted[mode] // PAGE_BYTES) * PAGE_BYTES
     reason = (
         "all experts, locked, so that the GPU reads them too"
         if mode == "pinned"
@@ -262,7 +308,8 @@ def price_cpu(m: ModelFacts, machine: Machine, o: PlanOptions, context: int) -> 
         shortfalls.append(Shortfall("ram", limiting, taken + every_token, free, _sums([dense, *other])))
     in_ram = max(0, min(m.experts_bytes, room))
     spare = max(room - in_ram, 0)
-    held = min(every_token, max(free - taken, 0)) + in_ram + min(spare, m.ngram_table_bytes)
+    table = 0 if o.ngram == "direct" else min(spare, m.ngram_table_bytes)
+    held = min(every_token, max(free - taken, 0)) + in_ram + table
     text = "used in place, as in the file"
     if m.ngram_table_bytes:
         text += f"; {m.ngram_table_bytes / MIB:,.0f} MiB of it the n-gram table, read row by row"
@@ -292,7 +339,13 @@ def price_cpu(m: ModelFacts, machine: Machine, o: PlanOptions, context: int) -> 
 
 def price(m: ModelFacts, machine: Machine, gpu: Gpu | None, o: PlanOptions, context: int) -> Priced:
     """The configuration on `gpu`, or on the CPU when that is None. `context` in cells."""
-    return price_cpu(m, machine, o, context) if gpu is None else price_gpu(m, machine, gpu, o, context)
+    if o.ngram == "auto":  # pages of the table may take what everything else leaves
+        mapped = price(m, machine, gpu, replace(o, ngram="mapped"), context)
+        if mapped.spare_ram_bytes >= m.ngram_table_bytes:
+            return mapped
+        return price(m, machine, gpu, replace(o, ngram="direct"), context)
+    priced = price_cpu(m, machine, o, context) if gpu is None else price_gpu(m, machine, gpu, o, context)
+    return replace(priced, ngram=o.ngram)
 
 
 def fits_at(

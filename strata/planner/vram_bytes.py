@@ -59,20 +59,25 @@ def activation_bytes(rows: int, columns: int, group: int) -> int:
     return aligned(values) + aligned(values // group * 4) + aligned(values // 16 * 4)
 
 
-def private_bytes(programs: Iterable[Program], format_of: FormatOf, experts: ExpertLayout) -> int:
+def private_bytes(
+    programs: Iterable[Program], format_of: FormatOf, experts: ExpertLayout, form: tuple[bool, bool] | None = None
+) -> int:
     """Scratch that ops of the programs ask for besides buffers, without what depends on the context.
 
-    format_of: tensor name -> format. Ops that use one name share the place.
+    format_of: tensor name -> format. Ops that use one name share the place. form: None where VRAM holds all experts, else
+    whether any layer has slots, and whether experts may come over the link.
     """
     largest: dict[str, int] = {}
     for program in programs:
         for op in program.ops:
-            for name, n_bytes in _of_op(op, program, format_of, experts):
+            for name, n_bytes in _of_op(op, program, format_of, experts, form):
                 largest[name] = max(largest.get(name, 0), n_bytes)
     return sum(map(aligned, largest.values()))
 
 
-def _of_op(op: Op, program: Program, format_of: FormatOf, experts: ExpertLayout) -> Iterator[tuple[str, int]]:
+def _of_op(
+    op: Op, program: Program, format_of: FormatOf, experts: ExpertLayout, form: tuple[bool, bool] | None
+) -> Iterator[tuple[str, int]]:
     k, T = op.consts, program.T
     if op.kind == "linear":
         rows = T * k["rows"]
@@ -81,22 +86,29 @@ def _of_op(op: Op, program: Program, format_of: FormatOf, experts: ExpertLayout)
         for group in {format_of(op.buffers[f"w{i}"]).group for i in range(k["n"])} - {0}:
             yield f"{x}.{group}", activation_bytes(rows, width, group)
     elif op.kind == "experts":
-        yield from _of_experts(op, T, format_of, experts)
+        yield from _of_experts(op, T, format_of, experts, form)
     elif op.kind == "ngram_mix":
         yield "ngram.gates", 4 * T * k["C"]
 
 
-def _of_experts(op: Op, T: int, format_of: FormatOf, experts: ExpertLayout) -> Iterator[tuple[str, int]]:
+def _of_experts(
+    op: Op, T: int, format_of: FormatOf, experts: ExpertLayout, form: tuple[bool, bool] | None
+) -> Iterator[tuple[str, int]]:
     k, x = op.consts, op.buffers["x"]
     if op.layer < experts.n_layers:
         routed = [p.format for p in experts.layers[op.layer].projections]
     else:
         routed = [format_of(name) for name in DRAFT_EXPERTS]
     shared = [format_of(op.buffers[f"shared_{part}_w"]) for part in ("gate", "up", "down")]
-    for name, n, width, formats in (("routed", T * k["K"], k["F"], routed), ("shared", T, k["shared_width"], shared)):
+    sides = [("routed", T * k["K"], k["F"], routed), ("shared", T, k["shared_width"], shared)]
+    for group in {f.group for f in (*routed[:2], *shared[:2])} - {0}:
+        yield f"{x}.{group}", activation_bytes(T, k["D"], group)
+    if form is not None and op.layer < experts.n_layers:
+        held, link = form
+        sides = [*sides[0 if held else 1 :], *([("linked", *sides[0][1:])] if link else [])]
+        yield "sums", 8 * T * k["D"]
+    for name, n, width, formats in sides:
         gate, up, down = formats
-        for group in {gate.group, up.group} - {0}:
-            yield f"{x}.{group}", activation_bytes(T, k["D"], group)
         yield f"{name}.out", 4 * n * k["D"]
         yield f"{name}.h", 4 * n * width
         if down.group:

@@ -27,8 +27,7 @@ class Piece:
 def pieces(
     start: int, stop: int, marks: Iterable[int] = (), windows_only: bool = False, chunk_rows: int = CELL_ROWS
 ) -> Iterator[Piece]:
-    """Cut [start, stop) into chunks of whole cells of the absolute grid, up to chunk_rows, and windows; no piece crosses
-    a mark.
+    """Cut [start, stop) into windows and chunks of whole cells of the grid, up to chunk_rows; no piece crosses a mark.
 
     Which rows form whole cells depends only on the grid, start, stop and marks, and how cells are put together into
     chunks changes no bit, so any split of a prompt at cell borders reads it alike.

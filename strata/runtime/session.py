@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from strata.base.errors import BadArgument
-from strata.base.geometry import WINDOW_ROWS
 from strata.base.state import State
 from strata.base.window import HeadRequest, HeadRows
 from strata.runtime.checkpoints import Checkpoint, Ledger
@@ -34,7 +34,9 @@ class Backend(Protocol):
 
     def new_state(self) -> State: ...
     def window(self, state: State, tokens: np.ndarray, previous: tuple[int, int]) -> None: ...
-    def prefill(self, state: State, tokens: np.ndarray, previous: tuple[int, int]) -> None: ...
+    def prefill(
+        self, state: State, tokens: np.ndarray, previous: tuple[int, int], following: np.ndarray | None = None
+    ) -> None: ...
     def head(self, first_row: int, T: int, request: HeadRequest) -> HeadRows: ...
     def commit(self, state: State, n_keep: int) -> None: ...
 
@@ -90,24 +92,18 @@ class SessionState:
         except BaseException:  # an interrupt in the middle: nobody knows which layers have advanced
             self.clear()
             raise
-        self._drafter_follows(tokens[:n_keep], eager)
+        if self.mtp is not None and n_keep:  # the backend has kept the streams of the rows
+            self.mtp.rows_kept(self.state, tokens[:n_keep], eager)
 
-    def _drafter_follows(self, tokens: np.ndarray, eager: bool) -> None:
-        """Show the draft layer's driver the rows just committed, whose streams the backend still holds."""
-        if self.mtp is None:
-            return
-        for row in range(0, len(tokens), WINDOW_ROWS):
-            part = tokens[row : row + WINDOW_ROWS]
-            self.mtp.rows_kept(self.state, self.backend.streams[row : row + len(part)], part, eager)
-
-    def prefill(self, tokens: np.ndarray) -> None:
-        """Read a chunk of whole cells."""
+    def prefill(self, tokens: np.ndarray, following: np.ndarray | None = None) -> None:
+        """Read a chunk of whole cells; following: the chunk that will be read after it, if that is known."""
         at = self.state.rows
         self.ledger.wrote(at)
         previous = self.previous
         self._tokens[at : at + len(tokens)] = tokens
-        self.backend.prefill(self.state, tokens, previous)
-        self._drafter_follows(tokens, eager=True)
+        self.backend.prefill(self.state, tokens, previous, following)
+        if self.mtp is not None:
+            self.mtp.chunk_kept(self.state, tokens)
 
     def read(
         self,
@@ -125,12 +121,14 @@ class SessionState:
         """
         rows, chunk_rows = self.state.rows, self.backend.chunk_rows
         marks = checkpoint_marks(rows, len(tokens), turn_starts, chunk_rows)
-        for piece in pieces(rows, len(tokens), marks, windows_only, chunk_rows):
+        cut = list(pieces(rows, len(tokens), marks, windows_only, chunk_rows))
+        for piece, behind in zip_longest(cut, cut[1:]):
             if check is not None:
                 check()
             part = tokens[piece.start : piece.start + piece.n]
             if piece.cell:
-                self.prefill(part)
+                goes_on = behind is not None and behind.cell
+                self.prefill(part, tokens[behind.start : behind.start + behind.n] if goes_on else None)
             else:
                 self.window(part)
             if after is not None:
@@ -208,4 +206,4 @@ class SessionState:
         tokens[:rows] = checkpoint.tokens
         state.rows = rows
         if self.mtp is not None:
-            self.mtp.restore(checkpoint.drafter)
+            self.mtp.restore(state, checkpoint.drafter)

@@ -14,7 +14,7 @@ import numpy as np
 from strata.base.geometry import WINDOW_ROWS
 from strata.runtime.session import SessionState
 from strata.spec.drafter import NO_DRAFT, Draft, DrafterGuard
-from strata.spec.policy import MAX_DRAFTS, DraftPolicy, Outcome, RoundFacts
+from strata.spec.policy import MAX_DRAFTS, Choice, DraftPolicy, Outcome, RoundFacts
 from strata.spec.suffix import SuffixLookup
 
 
@@ -128,6 +128,10 @@ ASKING_SHARE = 0.006
 LONGEST_REST = 64
 """Rounds."""
 
+CHEAP_DRAFT_MS = 0.2
+"""A draft of less is made at once with those that will probably follow it: asking the policy between two drafts, and
+waiting for the backend, takes more time than a draft in vain now and then."""
+
 
 class Speculator:
     """Drafts of one session under a policy that the whole model shares.
@@ -194,19 +198,22 @@ class Speculator:
             if stepwise and mtp.behind > WINDOW_ROWS:
                 mtp.catch_up(self.session.state)
                 late_ms = (time.perf_counter() - asked) * 1e3
-            made = self._ask(pending, choice.n_drafts)
+            made = self._ask(pending, choice)
             draft_ms = (time.perf_counter() - asked) * 1e3
             drafts.append(made)
             tokens, sources = self._settle(made, room, drafts)
         asking_ms = (time.perf_counter() - began) * 1e3 - draft_ms
         return Proposed(tuple(drafts), tokens, sources, (None,) * len(tokens), draft_ms, asking_ms, late_ms)
 
-    def _ask(self, pending: int, n: int) -> Draft:
+    def _ask(self, pending: int, choice: Choice) -> Draft:
+        n = choice.n_drafts
         if self.guard is not None:
             return self.guard.propose(np.append(self.session.tokens, np.int32(pending)), n)
+        likely = n if choice.planned is None else choice.planned
         tokens, probabilities = self.session.mtp.propose(
-            self.session.state, pending, n, self.policy.continue_drafting
-        )
+            self.session.state, pending, n, self.policy.continue_drafting,
+            at_once=likely if self.policy.draft_ms < CHEAP_DRAFT_MS else 1,
+        )  # fmt: skip
         return Draft(tuple(tokens), tuple(probabilities), "mtp") if tokens else NO_DRAFT
 
     def _settle(self, made: Draft, room: int, drafts: list[Draft]) -> tuple[tuple[int, ...], tuple[str, ...]]:

@@ -109,12 +109,14 @@ def _restore_drafter(session: SessionState, drafter: dict[str, int] | None, arra
         return
     state = session.state
     names = [b.name for b in _cells(state) if b.name.startswith(DRAFT)]
-    if drafter is None or not all(_fits(state.buffers[name], arrays.get(name)) for name in names):
-        session.mtp.clear()
+    rows = len(arrays[TOKENS])
+    same = drafter is not None and drafter["rows"] == rows
+    if not same or not all(_fits(state.buffers[name], arrays.get(name)) for name in names):
+        session.mtp.clear(rows)
         return
     for name in names:
         state.write_cells(name, arrays[name])
-    session.mtp.restore(DraftSlot(drafter["rows"], drafter["first"], arrays.get(WAITING)))
+    session.mtp.restore(state, DraftSlot(drafter["rows"], drafter["first"], arrays.get(WAITING)))
 
 
 def _check_identity(header: dict[str, Any], identity: Identity) -> None:

@@ -1,8 +1,9 @@
 """Driver of the draft layer (MTP) for one session: keeps its K and V in step with the conversation, makes drafts.
 
 Cell i of the draft layer needs the trunk's streams of row i and the token after it, so the last row always waits for
-its token. Prompt rows are stored at once. In rounds without drafts, rows only queue up; when drafting resumes, at most
-the last QUEUE_ROWS are stored and the layer attends from there, so that not drafting costs a copy of 4 streams a token.
+its token. Streams of the last rows wait in the backend, in a ring by position; here are only tokens and counts. Prompt
+rows are stored at once. In rounds without drafts, rows only queue up; when drafting resumes, at most the last QUEUE_ROWS
+are stored and the layer attends from there, so that not drafting costs a copy of 4 streams a token.
 """
 
 from __future__ import annotations
@@ -13,24 +14,23 @@ from typing import Protocol
 
 import numpy as np
 
-from strata.base.geometry import WINDOW_ROWS
+from strata.base.geometry import DRAFT_QUEUE_ROWS, DRAFT_RING_ROWS, WINDOW_ROWS
 from strata.base.state import State
-from strata.cpu.head_rows import most_likely
 
-QUEUE_ROWS = 64
-"""Complete cells that may wait to be stored."""
-
-RING_ROWS = QUEUE_ROWS + 1
-"""Those and the row that waits for its token."""
+QUEUE_ROWS, RING_ROWS = DRAFT_QUEUE_ROWS, DRAFT_RING_ROWS
 
 
 class DraftBackend(Protocol):
-    """The part of a backend that the driver uses."""
+    """The draft layer of a backend; see `strata.cpu.draft.CpuDraft`. Its commits keep the streams of their rows."""
 
-    def draft_append(self, state: State, x: np.ndarray, tokens: np.ndarray, position: int) -> None: ...
-    def draft_step(
-        self, state: State, x: np.ndarray, token: int, position: int, first: int
-    ) -> tuple[np.ndarray, np.ndarray]: ...
+    def keep(self, state: State, first_row: int, n: int, position: int) -> None: ...
+    def row(self, state: State, position: int) -> np.ndarray: ...
+    def set_row(self, state: State, position: int, x: np.ndarray) -> None: ...
+    def append(self, state: State, tokens: np.ndarray, position: int) -> None: ...
+    def append_chunk(self, state: State, first_row: int, tokens: np.ndarray, position: int) -> bool: ...
+    def steps(
+        self, state: State, token: int | None, position: int, first: int, n: int
+    ) -> tuple[list[int], list[float]]: ...
 
 
 @dataclass(frozen=True)
@@ -43,46 +43,67 @@ class DraftSlot:
 
 
 class MtpDrafter:
-    """Drafts of one session. The backend and its lock are the caller's.
+    """Drafts of one session. The backend and its lock are the caller's."""
 
-    vocabulary  (n,) int32 token ids of the draft head's rows, or None for the whole vocabulary
-    """
-
-    def __init__(self, backend: DraftBackend, stream_values: int, vocabulary: np.ndarray | None = None):
-        self._backend, self._vocabulary = backend, vocabulary
-        # rings addressed by position: streams of the last rows, and the tokens after them
-        self._x = np.zeros((RING_ROWS, stream_values), np.float32)
-        self._tokens = [0] * RING_ROWS
-        self._chain = np.zeros(stream_values, np.float32)
+    def __init__(self, backend: DraftBackend):
+        self._backend = backend
+        self._tokens = [0] * RING_ROWS  # by position: the tokens after the last rows
         self.clear()
 
-    def clear(self) -> None:
-        """Forget everything: the session is empty."""
-        self._rows = 0  # rows seen; the last of them waits for the token after it
-        self._first = 0  # cells before this one were skipped
-        self._done = 0  # cells before this one are stored or skipped; _rows after a draft step, which stores the last
+    def clear(self, rows: int = 0) -> None:
+        """Forget everything: the session is empty, or holds `rows` rows that the draft layer never saw."""
+        self._rows = rows  # rows seen; the last of them waits for the token after it
+        self._first = rows  # cells before this one were skipped
+        self._done = rows  # cells before this one are stored or skipped; _rows after a draft step, which stores the last
         self._drafted_after = -1  # the token that the draft step took for the one after the last row
 
-    def rows_kept(self, state: State, x: np.ndarray, tokens: np.ndarray, eager: bool) -> None:
+    def rows_kept(self, state: State, tokens: np.ndarray, eager: bool) -> None:
         """At most 8 rows were committed behind those seen so far.
 
-        x (n, C*D): their streams, in order; tokens (n,): their own tokens; eager: store complete cells at once.
+        tokens (n,): their own tokens; eager: store complete cells at once.
         """
-        rows, n = self._rows, len(tokens)
-        if rows:
-            token = int(tokens[0])
-            self._tokens[(rows - 1) % RING_ROWS] = token
+        self._see(tokens.tolist(), state.rows - len(tokens))
+        if eager:
+            self.catch_up(state)
+
+    def _see(self, tokens: list[int], position: int) -> None:
+        """Rows from `position` on have come. Rows that nobody told of are not there."""
+        if position != self._rows:
+            self.clear(position)
+        rows, n = position, len(tokens)
+        if rows > self._first:
+            token = self._tokens[(rows - 1) % RING_ROWS] = tokens[0]
             if self._done == rows and token != self._drafted_after:
                 self._done -= 1
         if rows + n - 1 - self._done > QUEUE_ROWS:  # too long without drafts: skip the oldest window
             self._first = self._done = self._done + WINDOW_ROWS
-        for j in range(n - 1):
-            self._tokens[(rows + j) % RING_ROWS] = int(tokens[j + 1])
-        for j in range(n):
-            self._x[(rows + j) % RING_ROWS] = x[j]
+        for at in range(rows, rows + n - 1):
+            self._tokens[at % RING_ROWS] = tokens[at + 1 - rows]
         self._rows = rows + n
-        if eager:
-            self.catch_up(state)
+
+    def chunk_kept(self, state: State, tokens: np.ndarray) -> None:
+        """A prefill chunk of n rows was read behind those seen so far; its streams are still in the backend.
+
+        tokens (n,): their own tokens. All complete cells are stored.
+        """
+        n, first, start = len(tokens), WINDOW_ROWS, state.rows - len(tokens)
+        self._chunk_window(state, 0, tokens[:first], start)
+        # The last row seen waits for its token. All but the last window's rows go to the backend in one piece, if it
+        # takes them so.
+        end = n - WINDOW_ROWS
+        if end > first and self._backend.append_chunk(state, first - 1, tokens[first:end], self._rows - 1):
+            self._rows += end - first
+            self._done = self._rows - 1
+            self._backend.keep(state, end - 1, 1, self._rows - 1)
+            first = end
+        for row in range(first, n, WINDOW_ROWS):
+            self._chunk_window(state, row, tokens[row : row + WINDOW_ROWS], start + row)
+
+    def _chunk_window(self, state: State, row: int, tokens: np.ndarray, position: int) -> None:
+        """Rows of a chunk, from its row `row` on, as if they were a window."""
+        self._backend.keep(state, row, len(tokens), position)
+        self._see(tokens.tolist(), position)
+        self.catch_up(state)
 
     @property
     def behind(self) -> int:
@@ -92,47 +113,50 @@ class MtpDrafter:
     def catch_up(self, state: State) -> None:
         """Store the cells whose token is known."""
         while self._done < self._rows - 1:
-            at = self._done % RING_ROWS
-            n = min(WINDOW_ROWS, self._rows - 1 - self._done, RING_ROWS - at)
-            tokens = np.array(self._tokens[at : at + n], np.int32)
-            self._backend.draft_append(state, self._x[at : at + n], tokens, self._done)
+            n = min(WINDOW_ROWS, self._rows - 1 - self._done)
+            tokens = np.array([self._tokens[at % RING_ROWS] for at in range(self._done, self._done + n)], np.int32)
+            self._backend.append(state, tokens, self._done)
             self._done += n
 
     def propose(
-        self, state: State, token: int, k: int, go_on: Callable[[list[float]], bool] | None = None
+        self,
+        state: State,
+        token: int,
+        k: int,
+        go_on: Callable[[list[float]], bool] | None = None,
+        at_once: int = 1,
     ) -> tuple[list[int], list[float]]:
         """Up to k greedy drafts for the tokens after `token`, which follows the last row seen, and their probabilities.
 
-        go_on  asked after each draft with the probabilities so far; False ends the chain
+        go_on    asked after drafts with the probabilities so far; False ends the chain
+        at_once  drafts that are made before it is asked for the first time: the backend waits once for all of them
         """
         tokens: list[int] = []
         probabilities: list[float] = []
-        if self._rows == 0 or k <= 0:
+        if self._rows <= self._first or k <= 0:
             return tokens, probabilities
         self.catch_up(state)
         self._drafted_after = token
-        x, position = self._x[(self._rows - 1) % RING_ROWS], self._rows - 1
-        while len(tokens) < k:
-            logits, streams = self._backend.draft_step(state, x, token, position, self._first)
+        n, start = min(at_once, k), self._rows - 1
+        while True:
+            made = self._backend.steps(state, None if tokens else token, start + len(tokens), self._first, n)
             self._done = self._rows
-            best, probability = most_likely(logits)
-            token = best if self._vocabulary is None else int(self._vocabulary[best])
-            tokens.append(token)
-            probabilities.append(probability)
-            if len(tokens) < k and go_on is not None and not go_on(probabilities):
-                break
-            self._chain[:] = streams
-            x, position = self._chain, position + 1
-        return tokens, probabilities
+            tokens += made[0]
+            probabilities += made[1]
+            if len(tokens) == k or (go_on is not None and not go_on(probabilities)):
+                return tokens, probabilities
+            n = 1 if go_on is not None else k - len(tokens)
 
     def snapshot(self, state: State) -> DraftSlot:
         """For a checkpoint at the rows seen so far."""
         self.catch_up(state)
-        last = self._x[(self._rows - 1) % RING_ROWS].copy() if self._rows else None
+        last = self._backend.row(state, self._rows - 1) if self._rows > self._first else None
         return DraftSlot(self._rows, self._first, last)
 
-    def restore(self, slot: DraftSlot) -> None:
-        self.clear()
-        self._rows, self._first, self._done = slot.rows, slot.first, max(slot.rows - 1, 0)
+    def restore(self, state: State, slot: DraftSlot) -> None:
+        """Back to a checkpoint."""
         if slot.x is not None:
-            self._x[(slot.rows - 1) % RING_ROWS] = slot.x
+            self._backend.set_row(state, slot.rows - 1, slot.x)
+        self.clear(slot.rows)
+        if slot.x is not None:
+            self._first, self._done = slot.first, slot.rows - 1

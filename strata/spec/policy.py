@@ -67,11 +67,13 @@ class Choice:
     """What the window holds: n_drafts of the drafter, then n_lookup looked-up tokens; reason for records and logs.
 
     From `choose`, n_drafts > 0 is the most that may be made; `settle` says how many of those made are verified.
+    planned: from `choose`, how many of n_drafts are likely to be made; None: all.
     """
 
     n_drafts: int
     n_lookup: int
     reason: str
+    planned: int | None = None
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,7 @@ class DraftPolicy:
             choice = Choice(0, n_lookup, "lookup")
             rows = 1 + n_lookup
         elif drafting > MARGIN:
-            choice = Choice(self._limit if facts.stepwise else planned, 0, "drafter")
+            choice = Choice(self._limit if facts.stepwise else planned, 0, "drafter", planned)
             rows = 1 + planned
         else:
             choice, rows = Choice(0, 0, NOTHING), 1

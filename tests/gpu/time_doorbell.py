@@ -249,7 +249,7 @@ class Stand:
         missing = self.K - hits
         self.hybrid.set_share(0 if not linked else min(1.0, (-(-linked * 256 // missing)) / 256))
         self.hybrid.server.words[ANSWER_US // 8] = answer_us
-        took = self.us([*first, *low.launches, *self.hybrid.launches()], low.error)
+        took = self.us([*first, *low.launches, *self.hybrid.launches(low.T)], low.error)
         self.hybrid.server.words[ANSWER_US // 8] = 0
         t = self.hybrid.telemetry()
         assert all(x.link_experts == linked and x.cpu_entries == T * (missing - linked) for x in t)

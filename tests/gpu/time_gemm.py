@@ -124,7 +124,7 @@ def dense(t: Timer, T: int) -> None:
         for tile, tile_rows in TILE_ROWS.items():
             grid = (-(-T // tile_rows), -(-n // TILE_WEIGHTS), 1)
             us = t.us(multiply(format, n, rows, y, n, scratch, tile, grid))
-            print(f"    {tile:<6} tiles         {tflops(T, n, k, us)}")
+            print(f"    {tile:<7} tiles        {tflops(T, n, k, us)}")
 
 
 def floats(t: Timer, T: int) -> None:

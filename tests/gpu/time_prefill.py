@@ -44,12 +44,26 @@ def make(path: Path, held: int = 512) -> GpuBackend:
     return backend
 
 
-def chunk_ms(backend: GpuBackend, state, tokens: np.ndarray, position: int, rounds: int = 5) -> float:
+def chunk_ms(backend: GpuBackend, state, tokens: np.ndarray, position: int, rounds: int = 4) -> float:
+    """A whole call of prefill, the look-up of n-gram rows included."""
     times = []
     for _ in range(rounds):
         state.rows = position
         began = time.perf_counter()
         backend.prefill(state, tokens, NOT_FIRST)
+        times.append(1e3 * (time.perf_counter() - began))
+    return float(np.median(times[1:]))
+
+
+def device_ms(backend: GpuBackend, T: int, rounds: int = 4) -> float:
+    """All launches of the last chunk again, without the host's part."""
+    launches = backend._chunks.queue_of(T).lowering.launches
+    times = []
+    for _ in range(rounds):
+        backend.device.synchronize()
+        began = time.perf_counter()
+        backend.device.run(launches)
+        backend.device.synchronize()
         times.append(1e3 * (time.perf_counter() - began))
     return float(np.median(times[1:]))
 
@@ -81,13 +95,19 @@ def main(rows: list[int]) -> None:
         state = backend.new_state()
         for position in (0, CONTEXT - MOST_ROWS):
             for T in rows:
-                ms = chunk_ms(backend, state, tokens[:T], position)
+                call = chunk_ms(backend, state, tokens[:T], position)
                 launches = len(backend._chunks.queue_of(T).lowering.launches)
-                print(f"position {position:>6} rows {T:>5}: {launches} launches, {rate(T, ms)}", flush=True)
-            total = kernel_ms(backend, rows[-1])
-            whole = sum(total.values())
-            for kernel, ms in total.most_common(24):
-                print(f"    {kernel:<28} {ms:8.3f} ms {100 * ms / whole:5.1f} %")
+                ms = device_ms(backend, T)
+                print(f"position {position:>6} rows {T:>5}: {launches} launches, device {rate(T, ms)}; "
+                      f"a call {call:.2f} ms", flush=True)  # fmt: skip
+            for T in sorted({2048, rows[-1]} & set(rows)):
+                state.rows = position
+                backend.prefill(state, tokens[:T], NOT_FIRST)
+                total = kernel_ms(backend, T)
+                whole = sum(total.values())
+                print(f"  kernels of {T} rows, one by one: {whole:.2f} ms")
+                for kernel, ms in total.most_common(26):
+                    print(f"    {kernel:<28} {ms:8.3f} ms {100 * ms / whole:5.1f} %")
         state.rows = 0
         began = time.perf_counter()
         for first in range(0, 64, 8):

@@ -16,7 +16,7 @@ Tensor names carry the prefix `mtp.` whatever file they come from (`strata.pack.
 from __future__ import annotations
 
 from strata.arch.flash_next.program import Builder, hc_add, hc_read, kv_buffers, kv_ports, moe
-from strata.base.geometry import Geometry
+from strata.base.geometry import DRAFT_RING_ROWS, Geometry
 from strata.base.program import Buffer, Program
 
 WINDOW_CELLS = 32_768
@@ -24,14 +24,20 @@ WINDOW_CELLS = 32_768
 
 
 def draft_state_buffers(g: Geometry, context: int, kv: str) -> list[Buffer]:
-    """The draft layer's own K and V cells."""
-    return kv_buffers("mtp", g, context, kv)
+    """The draft layer's own K and V cells, and the streams of rows that wait for it."""
+    return [*kv_buffers("mtp", g, context, kv), _waiting(g)]
+
+
+def _waiting(g: Geometry) -> Buffer:
+    """Streams of the last rows, by position modulo its length; backends fill it and take `mtp.x` from it."""
+    return Buffer("mtp.waiting", (DRAFT_RING_ROWS, g.CD), "float32", "ring")
 
 
 def _join(b: Builder) -> None:
     """`mtp.streams` (T, C*D) from `mtp.x` (the trunk's or the last draft's streams) and the next tokens."""
     g, layer = b.g, b.g.L
     b.buffer("mtp.x", (b.T, g.CD), "float32", "io")
+    b.state(_waiting(g))
     tokens = b.buffer("mtp.tokens", (b.T,), "int32", "io")
     b.op("embed", layer, {"C": 1, "D": g.D, "V": g.V}, tokens=tokens, w="token_embd.weight", y=b.rows("mtp.e", g.D))
     norm = {"C": 1, "eps": g.rms_eps, "head": 0}

@@ -25,7 +25,8 @@ def build_programs(g: Geometry, cells: int, kv: str, draft_rows: int = 0, chunk_
     draft = None
     if draft_rows:
         appends = {T: append_program(g, T, cells, kv) for T in WINDOWS}
-        draft = DraftPrograms(appends, step_program(g, cells, kv, draft_rows))
+        wide = append_program(g, max(chunk_rows // 2, CELL_ROWS), cells, kv) if chunk_rows else None
+        draft = DraftPrograms(appends, step_program(g, cells, kv, draft_rows), wide)
     return ProgramSet(
         windows={T: trunk_program(g, T, cells, kv) for T in WINDOWS},
         heads={T: head_program(g, T) for T in WINDOWS},

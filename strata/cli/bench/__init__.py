@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from strata.cli.bench import cpu_kernels, decode, float_ops, gpu, prefill, synth, versus
+from strata.cli.bench import cpu_kernels, decode, float_ops, gpu, ngram, prefill, synth, versus
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False, no_args_is_help=True)
 
@@ -13,6 +13,7 @@ _VERBS = {
     "cpu-kernels": cpu_kernels,
     "float-ops": float_ops,
     "gpu": gpu,
+    "ngram": ngram,
     "prefill": prefill,
     "synth": synth,
     "versus": versus,

@@ -72,6 +72,6 @@ def grouped(
     grid = (-(-rows // TILE_WEIGHTS), tiles_at_once(order.n, order.E), experts)
     return [
         *expand(format, place, rows, x.x.K, scratch, first=first, matrices=experts, offsets=order.offsets),
-        *multiply(format, rows, x, y, rows, scratch, "Small", grid, order=order.entries, offsets=order.offsets,
+        *multiply(format, rows, x, y, rows, scratch, "Experts", grid, order=order.entries, offsets=order.offsets,
                   first=first, share=order.n // x.x.T),
     ]  # fmt: skip

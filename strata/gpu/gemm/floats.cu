@@ -1,8 +1,9 @@
 // Wide products of float32 rows with BF16, F16 and F32 matrices: both sides as bfloat16 parts, high and low, so that
 // terms have a relative error of at most 2^-16. Sums are float32, in the order of the hardware.
 #include "gemm/tensor.cuh"
+#include "gemv/core.cuh"
 
-enum { TILE = 64, STAGES = 4 };
+enum { ROWS = 128, WEIGHTS = 64 };  // of a block
 
 // Upper half of a float32, rounded to even.
 DEVICE u32 rounded(float x) {
@@ -61,70 +62,96 @@ KERNEL(256) split_rows(const float *x, int T, int K, uint4 *high, uint4 *low) {
 }
 
 // y[row][weight] = x times w, y_stride values a row; w are bfloat16 (rows, K), x pairs of rows. PARTS of the weights: 1
-// or 2. Grid: (row tiles, weight tiles).
+// or 2. A warp has 32 rows and 32 weights. Grid: (row tiles, weight tiles).
 template <int PARTS>
 __global__ void __launch_bounds__(256, 2)
 wide_float(const u8 *w_high, const u8 *w_low, const u8 *x_high, const u8 *x_low, int K, int T, int rows, float *y,
            i64 y_stride) {
-    enum { BYTES = 64 * TILE, STAGE = BYTES * (2 + PARTS), NT = 4 };
+    enum { X = 64 * ROWS, W = 64 * WEIGHTS, STAGE = 2 * X + PARTS * W, STAGES = 4 - PARTS, MT = 2, NT = 4 };
     DYNAMIC_SHARED(space);
     const int tid = threadIdx.x, lane = tid & 31, g = lane >> 2, t = lane & 3, warp = tid >> 5;
-    const int row = 16 * (warp & 3), weight = 8 * NT * (warp >> 2);  // of the warp
+    const int row = 16 * MT * (warp & 3), weight = 8 * NT * (warp >> 2);  // of the warp
     const int steps = (K + 31) / 32;
-    // A thread copies 16 bytes of every array in a step: of weights 8 values, of x 4 values of two rows.
+    // A thread copies in a step, of every part, 8 values of one row of weights and 4 values of two pairs of rows.
     const int w_values = 8 * (tid & 3), x_values = 4 * (tid & 7);
-    i64 w_at = 2 * ((i64)min((int)blockIdx.y * TILE + (tid >> 2), rows - 1) * K + w_values);
-    i64 x_at = 4 * ((i64)min((int)blockIdx.x * (TILE / 2) + (tid >> 3), (T - 1) >> 1) * K + x_values);
-    float acc[NT][4];
+    i64 w_at = 2 * ((i64)min((int)blockIdx.y * WEIGHTS + (tid >> 2), rows - 1) * K + w_values), x_at[2];
 #pragma unroll
-    for (int n = 0; n < NT; n++)
+    for (int i = 0; i < 2; i++) {
+        int pair = min((int)blockIdx.x * (ROWS / 2) + (tid >> 3) + 32 * i, (T - 1) >> 1);
+        x_at[i] = 4 * ((i64)pair * K + x_values);
+    }
+    float acc[MT][NT][4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) acc[n][i] = 0.f;
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) acc[m][n][i] = 0.f;
 
+    u8 *filled = space;  // the stage that the next load fills
     auto load = [&](int step) {
         if (step < steps) {
-            u8 *stage = space + step % STAGES * STAGE;
             bool x_some = 32 * step + x_values < K, w_some = 32 * step + w_values < K;
-            i64 x_from = x_at + (x_some ? 128 * (i64)step : 0), w_from = w_at + (w_some ? 64 * (i64)step : 0);
-            copy_pair_unit(stage, tid >> 3, tid & 7, x_high + x_from, x_some);
-            copy_pair_unit(stage + BYTES, tid >> 3, tid & 7, x_low + x_from, x_some);
-            copy_unit(stage + 2 * BYTES, tid >> 2, tid & 3, w_high + w_from, w_some);
-            if (PARTS == 2) copy_unit(stage + 3 * BYTES, tid >> 2, tid & 3, w_low + w_from, w_some);
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                i64 from = x_at[i] + (x_some ? 128 * (i64)step : 0);
+                copy_pair_unit(filled, (tid >> 3) + 32 * i, tid & 7, x_high + from, x_some);
+                copy_pair_unit(filled + X, (tid >> 3) + 32 * i, tid & 7, x_low + from, x_some);
+            }
+            i64 from = w_at + (w_some ? 64 * (i64)step : 0);
+            copy_unit(filled + 2 * X, tid >> 2, tid & 3, w_high + from, w_some);
+            if (PARTS == 2) copy_unit(filled + 2 * X + W, tid >> 2, tid & 3, w_low + from, w_some);
         }
         copy_commit();
+        filled = filled == space + (STAGES - 1) * STAGE ? space : filled + STAGE;
     };
     for (int i = 0; i < STAGES - 1; i++) load(i);
+    // Where a thread finds its part of a stage; hidden, so that this is not found anew in every step.
+    const u32 a_at = opaque(rows_at(row / 2)), b_at = opaque(2 * X + columns_at(weight));
+    const u8 *stage = space;
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
         copy_wait<STAGES - 2>();
         __syncthreads();
         load(step + STAGES - 1);
-        const u8 *stage = space + step % STAGES * STAGE;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            u32 a[2][4];
+            u32 a[2][MT][4];
 #pragma unroll
-            for (int p = 0; p < 2; p++) rows_of(stage + p * BYTES, row / 2, half, a[p]);
+            for (int p = 0; p < 2; p++)
+#pragma unroll
+                for (int m = 0; m < MT; m++) rows_of(stage + (half ? a_at ^ 64 : a_at) + p * X + 1024 * m, a[p][m]);
 #pragma unroll
             for (int n = 0; n < NT; n++) {
                 u32 b[PARTS][2];
 #pragma unroll
-                for (int p = 0; p < PARTS; p++) columns_of(stage + (2 + p) * BYTES, weight + 8 * n, half, b[p]);
-                if (PARTS == 2) {
-                    mma_bf16(acc[n], a[1], b[PARTS - 1]);
-                    mma_bf16(acc[n], a[0], b[PARTS - 1]);
-                }
-                mma_bf16(acc[n], a[1], b[0]);
-                mma_bf16(acc[n], a[0], b[0]);
+                for (int p = 0; p < PARTS; p++) columns_of(stage + (half ? b_at ^ 32 : b_at) + p * W + 512 * n, b[p]);
+                // Small products first.
+#pragma unroll
+                for (int p = PARTS - 1; p >= 0; p--)
+#pragma unroll
+                    for (int q = 1; q >= 0; q--)
+#pragma unroll
+                        for (int m = 0; m < MT; m++) mma_bf16(acc[m][n], a[q][m], b[p]);
             }
         }
+        stage = stage == space + (STAGES - 1) * STAGE ? space : stage + STAGE;
     }
+    bool twos = ((y_stride | rows | (i64)y >> 2) & 1) == 0;  // two weights are stored at once
 #pragma unroll
-    for (int n = 0; n < NT; n++)
+    for (int m = 0; m < MT; m++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            int r = blockIdx.x * TILE + row + 2 * g + (i >> 1);
-            int w = blockIdx.y * TILE + weight + 8 * n + 2 * t + (i & 1);
-            if (r < T && w < rows) y[r * y_stride + w] = acc[n][i];
-        }
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                int r = blockIdx.x * ROWS + row + 16 * m + 2 * g + i, w = blockIdx.y * WEIGHTS + weight + 8 * n + 2 * t;
+                float *to = y + r * y_stride + w;
+                if (r >= T || w >= rows) continue;
+                if (twos) {
+                    *(float2 *)to = make_float2(acc[m][n][2 * i], acc[m][n][2 * i + 1]);
+                } else {
+                    to[0] = acc[m][n][2 * i];
+                    if (w + 1 < rows) to[1] = acc[m][n][2 * i + 1];
+                }
+            }
 }

@@ -9,9 +9,8 @@ from strata.gpu.float_gemv import KINDS
 from strata.gpu.launch import Launch, Source, i32, i64, launch, pointer
 
 SOURCE = Source("gemm/floats.cu", ("split_weights", "split_rows", "wide_float<1>", "wide_float<2>"))
-TILE = 64
-"""Rows and weights of a block's tile."""
-STAGES = 4
+TILE_ROWS, TILE_WEIGHTS = 128, 64
+"""Of a block."""
 
 
 def _aligned(n: int) -> int:
@@ -72,6 +71,6 @@ def float_gemm(
         out.append(launch(SOURCE, "split_weights", -(-n // 1024), 256, *split))
     args = (pointer(high), pointer(low), pointer(x.high), pointer(x.low), i32(x.K), i32(x.T), i32(rows), pointer(y),
             i64(y_stride or rows))  # fmt: skip
-    grid = (-(-x.T // TILE), -(-rows // TILE))
-    shared_bytes = STAGES * TILE * 64 * (2 + parts)
+    grid = (-(-x.T // TILE_ROWS), -(-rows // TILE_WEIGHTS))
+    shared_bytes = (4 - parts) * 64 * (2 * TILE_ROWS + parts * TILE_WEIGHTS)  # stages of 64 bytes of every row
     return [*out, launch(SOURCE, f"wide_float<{parts}>", grid, 256, *args, shared_bytes=shared_bytes)]

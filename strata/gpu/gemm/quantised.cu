@@ -31,9 +31,8 @@ struct Tile {
     enum { MT = MT_, NT = NT_, ACROSS = ACROSS_, WEIGHTS = 16 * MT * ACROSS, ROWS = 8 * NT * (8 / ACROSS) };
     enum { BLOCKS = BLOCKS_, SKIP = SKIP_ };
 };
-typedef Tile<4, 4, 2, 1, 4> Large;   // 128 x 128
-typedef Tile<2, 4, 4, 2, 4> Middle;  // 128 x 64
-typedef Tile<1, 8, 8, 2, 2> Small;   // 128 x 64: every warp has all rows, and sixteens that are not there cost nothing
+typedef Tile<2, 4, 4, 2, 4> Dense;    // 128 x 64
+typedef Tile<1, 8, 8, 2, 2> Experts;  // 128 x 64: a warp has all rows, and sixteens that are not there cost nothing
 
 // One or two neighbouring floats of shared memory.
 template <int N>
@@ -58,7 +57,7 @@ wide(const u8 *matrices, i64 scales_at, i64 minima_at, i64 matrix_bytes, const i
     enum { SIDES = 64 * (W + X), SUMS = SIDES + BYTES * (W + X), STAGE = SUMS + MIN * BYTES * (W + X) };
     // A step in sections of one or both halves, as many as registers hold, and of one or two groups.
     enum {
-        SECTIONS = G == 32 ? (MT == 2 ? 2 : 1) : MT == 2 || (MT == 1 && MIN) ? 4 : 2,
+        SECTIONS = G == 32 ? MT : MT == 2 || MIN ? 4 : 2,
         HALVES = SECTIONS == 1 ? 2 : 1,
         GROUPS = S / SECTIONS
     };
@@ -79,29 +78,34 @@ wide(const u8 *matrices, i64 scales_at, i64 minima_at, i64 matrix_bytes, const i
     // Codes: a thread copies a quarter of a pair of weights and a quarter of one or two rows of x.
     int pair = min(tile_w * (W / 2) + (tid >> 2), ((rows - 1) >> 2) * 2 + 1);
     const u8 *w_from = matrix + (i64)pair * 2 * pitch + 32 * (tid & 3);
-    // Scales: a thread for every weight and row.
-    bool is_weight = tid < W, is_row = !is_weight && tid - W < X;
-    const float *side_from = nullptr, *sum_from = nullptr;
-    if (is_weight) {
-        i64 at = (i64)min(tile_w * W + tid, rows - 1) * groups;
-        side_from = (const float *)(matrix + scales_at) + at;
-        sum_from = (const float *)(matrix + minima_at) + at;
-    }
+    // Where a thread finds its part of a stage; hidden, so that this is not found anew in every step.
+    const u32 w_at = opaque(rows_at(weight / 2)), x_at = opaque(64 * W + columns_at(column));
+    const u32 w_side_at = opaque(SIDES + BYTES * (weight + 2 * g)), x_side_at = opaque(SIDES + BYTES * (W + column + 2 * t));
+    // And where what it copies goes.
+    const u32 w_to = opaque(in_pairs(tid >> 2, tid >> 1) + 32 * (tid & 1));
+    const u32 x_to = opaque(64 * W + in_tile(tid >> 2, tid >> 1) + 16 * (tid & 1)), side_to = opaque(SIDES + BYTES * tid);
+    const bool copies_sides = tid < W + X;  // of weight or row number tid
 
 #pragma unroll 1
     for (int first_row = tile_x * X; first_row < count; first_row += gridDim.y * X) {
         const int units = X / 64;  // 16-byte units of x that a thread copies in a step
-        const i8 *x_from[units];
+        const u8 *w_next = w_from;
+        const i8 *x_next[units];
 #pragma unroll
         for (int i = 0; i < units; i++) {
             int r = min(first_row + (tid >> 2) + 64 * i, count - 1);
-            x_from[i] = x_codes + (i64)(entries ? entries[r] / share : r) * K + 16 * (tid & 3);
+            x_next[i] = x_codes + (i64)(entries ? entries[r] / share : r) * K + 16 * (tid & 3);
         }
-        if (is_row) {
+        const float *side_next = (const float *)(matrix + scales_at), *sum_next = (const float *)(matrix + minima_at);
+        if (tid < W) {
+            i64 at = (i64)min(tile_w * W + tid, rows - 1) * groups;
+            side_next += at;
+            sum_next += at;
+        } else {
             int r = min(first_row + tid - W, count - 1);
             i64 at = (i64)(entries ? entries[r] / share : r) * groups;
-            side_from = x_scales + at;
-            sum_from = x_sums + at;
+            side_next = x_scales + at;
+            sum_next = x_sums + at;
         }
         float acc[MT][NT][4];
 #pragma unroll
@@ -114,16 +118,20 @@ wide(const u8 *matrices, i64 scales_at, i64 minima_at, i64 matrix_bytes, const i
         auto load = [&](int step) {
             u8 *stage = space + (step & 1) * STAGE;
 #pragma unroll
-            for (int i = 0; i < 2; i++) copy_pair_unit(stage, tid >> 2, 2 * (tid & 3) + i, w_from + 128 * step + 16 * i);
+            for (int i = 0; i < 2; i++) copy<16>(stage + w_to + 16 * i, w_next + 16 * i);
+            bool some = 64 * step + 16 * (tid & 3) < K;
 #pragma unroll
-            for (int i = 0; i < units; i++)
-                copy_unit(stage + 64 * W, (tid >> 2) + 64 * i, tid & 3, x_from[i] + 64 * step,
-                          64 * step + 16 * (tid & 3) < K);
-            if (is_weight || is_row) {
-                copy<BYTES>(stage + SIDES + BYTES * tid, side_from + S * step);
-                if (MIN) copy<BYTES>(stage + SUMS + BYTES * tid, sum_from + S * step);
+            for (int i = 0; i < units; i++) copy<16>(stage + x_to + 64 * 64 * i, x_next[i], some);
+            if (copies_sides) {
+                copy<BYTES>(stage + side_to, side_next);
+                if (MIN) copy<BYTES>(stage + side_to + SUMS - SIDES, sum_next);
             }
             copy_commit();
+            w_next += 128;
+            side_next += S;
+            sum_next += S;
+#pragma unroll
+            for (int i = 0; i < units; i++) x_next[i] += 64;
         };
 
         __syncthreads();  // the tile before has been read
@@ -135,7 +143,8 @@ wide(const u8 *matrices, i64 scales_at, i64 minima_at, i64 matrix_bytes, const i
             __syncthreads();
             if (step + 1 < steps) load(step + 1);
             const u8 *stage = space + (step & 1) * STAGE;
-            const float *sides = (const float *)(stage + SIDES), *sums = (const float *)(stage + SUMS);
+            const u8 *w_tile[2] = {stage + w_at, stage + (w_at ^ 64)}, *x_tile[2] = {stage + x_at, stage + (x_at ^ 32)};
+            const float *w_sides = (const float *)(stage + w_side_at), *x_sides = (const float *)(stage + x_side_at);
 #pragma unroll
             for (int section = 0; section < SECTIONS; section++) {
                 const int first_group = section * GROUPS, first_half = first_group * G / 32;
@@ -144,12 +153,12 @@ wide(const u8 *matrices, i64 scales_at, i64 minima_at, i64 matrix_bytes, const i
 #pragma unroll
                 for (int m = 0; m < MT; m++) {
 #pragma unroll
-                    for (int i = 0; i < HALVES; i++) rows_of(stage, weight / 2 + 8 * m, first_half + i, a[i][m]);
+                    for (int i = 0; i < HALVES; i++) rows_of(w_tile[first_half + i] + 1024 * m, a[i][m]);
 #pragma unroll
                     for (int i = 0; i < 2; i++) {
-                        int at = (weight + 16 * m + 2 * g + i) * S + first_group;
-                        neighbours(sides + at, scale[m][i]);
-                        if (MIN) neighbours(sums + at, minimum[m][i]);
+                        const float *at = w_sides + (16 * m + i) * S + first_group;
+                        neighbours(at, scale[m][i]);
+                        if (MIN) neighbours(at + (SUMS - SIDES) / 4, minimum[m][i]);
                     }
                 }
 #pragma unroll
@@ -158,12 +167,12 @@ wide(const u8 *matrices, i64 scales_at, i64 minima_at, i64 matrix_bytes, const i
                     u32 b[HALVES][2];
                     float x_scale[2][GROUPS], x_sum[2][GROUPS];
 #pragma unroll
-                    for (int i = 0; i < HALVES; i++) columns_of(stage + 64 * W, column + 8 * n, first_half + i, b[i]);
+                    for (int i = 0; i < HALVES; i++) columns_of(x_tile[first_half + i] + 512 * n, b[i]);
 #pragma unroll
                     for (int i = 0; i < 2; i++) {
-                        int at = (W + column + 8 * n + 2 * t + i) * S + first_group;
-                        neighbours(sides + at, x_scale[i]);
-                        if (MIN) neighbours(sums + at, x_sum[i]);
+                        const float *at = x_sides + (8 * n + i) * S + first_group;
+                        neighbours(at, x_scale[i]);
+                        if (MIN) neighbours(at + (SUMS - SIDES) / 4, x_sum[i]);
                     }
 #pragma unroll
                     for (int group = 0; group < GROUPS; group++) {

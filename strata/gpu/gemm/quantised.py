@@ -26,8 +26,8 @@ EXPAND_GRIDS = Source(
     tuple(f"expand<{f}>" for f in ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M")),
 )
 TILE_WEIGHTS = 128
-TILE_ROWS = {"Large": 128, "Middle": 64, "Small": 64}
-"""Weights and rows of a block, by the names of tiles in quantised.cu."""
+TILE_ROWS = {"Dense": 64, "Experts": 64}
+"""Weights and rows of a block, by the names of tiles in quantised.cu. Wider ones (128 x 128) are not faster."""
 PRODUCT = Source(
     "gemm/quantised.cu",
     ("prepare", *(f"wide<{g}, {least}, {tile}>" for g in (32, 16) for least in (0, 1) for tile in TILE_ROWS)),
@@ -36,8 +36,6 @@ GROUPS_16 = frozenset(("NVFP4", "Q2_K", "Q3_K", "Q6_K", "IQ2_XS", "IQ2_S", "IQ1_
 MINIMA = frozenset(("Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K"))
 K_TILE = 64
 """Values of a row in one step of a product; expanded rows are filled up with zeros to a multiple."""
-LARGE_BLOCKS = 200
-"""Large tiles from which they are used: fewer would leave processors without work."""
 UNITS_PER_BLOCK = {EXPAND_BLOCKS: 32, EXPAND_GRIDS: 128}
 """Pieces of a matrix that a block of the expansion takes: grid formats fill a table first."""
 
@@ -172,15 +170,13 @@ def gemm(
     BadArgument if formats, groups or sizes do not fit.
     """
     need(y != 0, "where the product goes")
-    across = -(-rows // TILE_WEIGHTS)
-    tile = "Large" if across * -(-x.x.T // TILE_ROWS["Large"]) >= LARGE_BLOCKS else "Middle"
-    grid = (-(-x.x.T // TILE_ROWS[tile]), across, 1)
+    grid = (-(-x.x.T // TILE_ROWS["Dense"]), -(-rows // TILE_WEIGHTS), 1)
     return [
         *expand(format, Place(weights), rows, x.x.K, scratch),
-        *multiply(format, rows, x, y, y_stride, scratch, tile, grid),
+        *multiply(format, rows, x, y, y_stride, scratch, "Dense", grid),
     ]
 
 
 def tiles_at_once(entries: int, experts: int) -> int:
     """Blocks that share the row tiles of one expert: about twice what it has on average, at most 16."""
-    return int(np.clip(-(-2 * entries // (experts * TILE_ROWS["Small"])), 1, 16))
+    return int(np.clip(-(-2 * entries // (experts * TILE_ROWS["Experts"])), 1, 16))

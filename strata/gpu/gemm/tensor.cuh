@@ -100,10 +100,14 @@ DEVICE u32 in_tile(int row, int half) { return row * 64 + ((half ^ row >> 1) & 1
 DEVICE void copy_unit(u8 *tile, int row, int unit, const void *from, bool some = true) {
     copy<16>(tile + in_tile(row, unit >> 1) + 16 * (unit & 1), from, some);
 }
-// The block `half` of eight rows as columns of a product.
-DEVICE void columns_of(const u8 *tile, int row, int half, u32 (&b)[2]) {
+// Where this thread finds its part of block 0 of eight rows as columns of a product, from `row` (a multiple of 8) on. That
+// of block 1 is the same place ^ 32, that of the next eight rows the same + 512.
+DEVICE u32 columns_at(int row) {
     int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-    uint2 v = *(const uint2 *)(tile + in_tile(row + g, half) + 8 * t);
+    return in_tile(row + g, 0) + 8 * t;
+}
+DEVICE void columns_of(const u8 *at, u32 (&b)[2]) {
+    uint2 v = *(const uint2 *)at;
     b[0] = v.x, b[1] = v.y;
 }
 
@@ -115,9 +119,13 @@ DEVICE u32 in_pairs(int pair, int half) { return pair * 128 + ((half ^ pair) & 1
 DEVICE void copy_pair_unit(u8 *tile, int pair, int unit, const void *from, bool some = true) {
     copy<16>(tile + in_pairs(pair, unit >> 2) + 16 * (unit & 3), from, some);
 }
-// The block `half` of eight pairs: their first rows are rows 0 .. 7 of a product, their second ones rows 8 .. 15.
-DEVICE void rows_of(const u8 *tile, int pair, int half, u32 (&a)[4]) {
+// Where this thread finds its part of block 0 of eight pairs, from `pair` (a multiple of 8) on: first rows are rows 0 .. 7
+// of a product, second ones rows 8 .. 15. That of block 1 is the same place ^ 64, that of the next eight pairs + 1024.
+DEVICE u32 rows_at(int pair) {
     int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-    uint4 v = *(const uint4 *)(tile + in_pairs(pair + g, half) + 16 * t);
+    return in_pairs(pair + g, 0) + 16 * t;
+}
+DEVICE void rows_of(const u8 *at, u32 (&a)[4]) {
+    uint4 v = *(const uint4 *)at;
     a[0] = v.x, a[1] = v.y, a[2] = v.z, a[3] = v.w;
 }

@@ -1,0 +1,259 @@
+"""Experts that VRAM does not hold: one object a model that joins slots, host memory, the CPU's service and the link.
+
+While a window runs the device decides for itself: hits from slots, a share over the link, the rest by the CPU. Between
+windows the host counts what was asked for, swaps what the slots hold, and publishes it before the next launch. It never
+waits for a copy, and nothing here changes a bit of any answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from strata.base.geometry import Geometry
+from strata.base.program import Allocation, Op, ProgramSet
+from strata.cpu.miss_server import MissServer
+from strata.cpu.pool import Pool
+from strata.cpu.weights import Weights
+from strata.gpu.backend import GpuBackend
+from strata.gpu.device import Device
+from strata.gpu.download import blob_bytes, download_bytes
+from strata.gpu.expert_store import ExpertStore, arena_bytes
+from strata.gpu.hybrid import STAGING_BLOBS, Hybrid
+from strata.gpu.slots import ExpertSlots
+from strata.gpu.state import DeviceState
+from strata.pack.experts import ExpertLayout
+from strata.pack.profile import ExpertProfile
+from strata.pack.tensors import Tensors
+from strata.runtime.expert_stats import ExpertStats
+from strata.runtime.swaps import SwapRules
+from strata.runtime.tiers import ExpertTiers
+
+LIMIT_S = 10.0
+"""How long a window waits for the CPU in one layer."""
+
+GAP_MEMORY = 0.1
+"""What a new gap between windows counts in their mean."""
+
+
+@dataclass(frozen=True)
+class TierSetup:
+    """How experts are held and shared.
+
+    slots      experts of each layer in VRAM
+    mode       where the host's bytes lie: see `strata.gpu.expert_store`
+    link       whether experts may come over the link; share: of the missing ones, to begin with
+    threads    CPU threads that compute experts, that of the service included; pin: bind them to cores
+    profile    ranking to fill slots by; None: in the plan's order
+    link_gbps  rate of copies, None if unknown
+    """
+
+    slots: Sequence[int]
+    mode: str
+    link: bool
+    share: float
+    threads: int
+    pin: bool = False
+    profile: ExpertProfile | None = None
+    link_gbps: float | None = None
+    rules: SwapRules | None = None
+    limit_s: float = LIMIT_S
+
+
+class Orchestrator:
+    """Joins what shares a model's experts.
+
+    hybrid  the device's side and the service   slots, store  experts in VRAM and in host memory
+    pool    threads of the service              tiers  residency; there from `begin` on
+    stats   sums over windows                   device, layout, setup  as given
+
+    Build it before the backend, which takes hybrid, slots and store; call `begin` when the backend is there. If building
+    the backend fails: `quiet`, close the device, `close`.
+    """
+
+    def __init__(self, device: Device, tensors: Tensors, layout: ExpertLayout, K: int, setup: TierSetup):
+        self.device, self.layout, self.setup = device, layout, setup
+        self.tiers: ExpertTiers | None = None
+        self._expert_bytes = np.array([layout.blob_bytes(l) for l in range(layout.n_layers)], np.int64)
+        self.stats = ExpertStats(layout.n_layers, self._expert_bytes)
+        self._gap_ms: float | None = None
+        self._ended = self._began = 0.0
+        self._rows = 0
+        with ExitStack() as undo:
+            self.slots = ExpertSlots(layout, setup.slots, by_table=True)
+            self.store = ExpertStore(layout, tensors.gguf, device, setup.mode)
+            undo.callback(self.store.close)
+            self.pool = Pool(setup.threads, setup.pin)
+            undo.callback(self.pool.close)
+            # The table of the CPU's experts is the store's own: what an exchange moves, the next window finds.
+            weights = Weights(tensors, layout.placed_at(self.store.addresses))
+            self.hybrid = Hybrid(
+                device, layout, K, lambda box, at, memory: MissServer(weights, box, at, self.pool, memory),
+                self._first_raws(), share=setup.share if setup.link else 0.0,
+                staging_blobs=STAGING_BLOBS if setup.link else 0, limit_s=setup.limit_s,
+            )  # fmt: skip
+            undo.pop_all()
+        self._version = self.store.version
+
+    def _first_raws(self) -> np.ndarray | None:
+        """Addresses for the link; a store that settles later has none yet."""
+        if not self.setup.link or not self.device.can_read_host:
+            return None
+        if self.setup.mode == "resident":
+            return np.zeros(self.store.addresses.shape, np.uint64)
+        return self.store.device_table()
+
+    @property
+    def server(self) -> MissServer:
+        return self.hybrid.server
+
+    def begin(self) -> None:
+        """Fill the slots, and settle what RAM holds. The backend has taken all of its memory."""
+        setup = self.setup
+        if setup.profile is None:
+            self.slots.fill(_in_turn(self.slots.counts))
+        exchange = None
+        if setup.mode == "resident":
+
+            def exchange(layer: int, incoming: int, slot: int) -> int:
+                return self.store.exchange(self.slots, layer, incoming, slot)
+
+        self.tiers = ExpertTiers(
+            self.slots, setup.profile, setup.link_gbps, n_experts=self.layout.E, expert_bytes=self._expert_bytes,
+            rules=setup.rules, exchange=exchange,
+        )  # fmt: skip
+        self.tiers.fill()
+        if exchange is not None:
+            self.store.settle(self.slots)
+        self._tell_link()
+
+    def _tell_link(self) -> None:
+        """Send the link the addresses that the store has now."""
+        if self.store.version != self._version:
+            self._version = self.store.version
+            if self.hybrid.staging_blobs:
+                self.hybrid.set_raws(self.store.device_table())
+
+    # ---- windows
+
+    def launched(self) -> None:
+        """Before a window."""
+        self._began = time.perf_counter()
+        if self._ended:
+            gap_ms = (self._began - self._ended) * 1e3
+            self._gap_ms = gap_ms if self._gap_ms is None else self._gap_ms + GAP_MEMORY * (gap_ms - self._gap_ms)
+        self._rows = 0
+
+    def ended(self, T: int) -> None:
+        """After a window of T rows that went well; `committed` counts its routing."""
+        self._ended = time.perf_counter()
+        self._rows = T
+        self.stats.add(self.hybrid.stamps, (self._ended - self._began) * 1e6)
+
+    def committed(self, n_keep: int) -> None:
+        """After the commit of the last window: count it, and swap. Nothing is waited for but an exchange with RAM."""
+        if self._rows:
+            rows, self._rows = self._rows, 0
+            self.tiers.observe(self.hybrid.routed(rows), n_keep)
+            if self._gap_ms is not None:
+                self.tiers.hidden_ms = self._gap_ms * self.tiers.rules.every
+            self.tiers.between_windows()
+            self._tell_link()
+
+    # ---- facts
+
+    def allocations(self) -> list[Allocation]:
+        """What this holds besides hybrid and slots, by the lines of a plan."""
+        mode = "mapped" if self.setup.mode == "file" else self.setup.mode
+        n_bytes = self.layout.total_bytes
+        if mode != "mapped":
+            n_bytes = arena_bytes(self.layout, self.store.addresses[:, :, 0] != 0)
+        out = [
+            Allocation(f"experts ({mode})", "ram", n_bytes, "where the CPU and the link read them"),
+            Allocation("CPU experts", "ram", self.server.n_bytes, "scratch of the threads that compute them"),
+        ]
+        if mode == "resident":
+            out.append(Allocation("swap staging", "vram", download_bytes(self.layout), "an expert on its way back"))
+            out.append(Allocation("swap staging", "ram", blob_bytes(self.layout), "pinned: the same"))
+        return out
+
+    def record(self) -> dict[str, Any]:
+        """Counters and state as plain values; see docs/orchestrator.md."""
+        return {
+            "mode": self.setup.mode,
+            "pcie_share": self.hybrid.share,
+            "threads": self.pool.threads,
+            **self.stats.record(),
+            "tiers": self.tiers.stats() if self.tiers is not None else None,
+            "service": self.server.stats(),
+        }
+
+    # ---- life
+
+    def quiet(self) -> None:
+        """End the service; no window follows."""
+        self.hybrid.close()
+
+    def close(self) -> None:
+        """End threads and unpin memory. The device reads none of it any more. May be called twice."""
+        self.quiet()
+        self.pool.close()
+        self.store.close()
+
+
+def _in_turn(counts: Sequence[int]) -> list[tuple[int, int]]:
+    """Pairs (layer, expert) of the first experts of every layer."""
+    return [(layer, e) for layer, n in enumerate(counts) for e in range(n)]
+
+
+class TieredBackend(GpuBackend):
+    """A GPU backend that holds a part of the experts; the rest comes through an orchestrator, which it closes too.
+
+    pool, threads: those of the CPU's experts.
+    """
+
+    def __init__(
+        self, tensors: Tensors, geometry: Geometry, programs: ProgramSet, orchestrator: Orchestrator, **options: Any
+    ):
+        self.orchestrator = o = orchestrator
+        super().__init__(
+            tensors, geometry, o.layout, programs, o.device, hybrid=o.hybrid, slots=o.slots, store=o.store, **options
+        )
+        o.begin()
+        self.pool, self.threads = o.pool, o.pool.threads
+
+    def window(
+        self,
+        state: DeviceState,
+        tokens: np.ndarray,
+        previous: tuple[int, int],
+        after_op: Callable[[Op], None] | None = None,
+    ) -> None:
+        """As `GpuBackend.window`. StrataError naming position, layer and experts when the CPU does not answer."""
+        self.orchestrator.launched()
+        super().window(state, tokens, previous, after_op)
+        if after_op is None:
+            self.orchestrator.ended(len(tokens))
+
+    def commit(self, state: DeviceState, n_keep: int) -> None:
+        """As `GpuBackend.commit`; then what the slots hold follows what was asked for."""
+        super().commit(state, n_keep)
+        self.orchestrator.committed(n_keep)
+
+    def check_file(self) -> None:
+        """FileError for a file that is no longer as it was: its experts may be read in place."""
+        self.store.check_file()
+
+    def allocations(self, sessions: list[DeviceState]) -> list[Allocation]:
+        return super().allocations(sessions) + self.orchestrator.allocations()
+
+    def close(self) -> None:
+        """End service and threads, free device and host memory; a second call does nothing."""
+        super().close()
+        self.orchestrator.close()
+
