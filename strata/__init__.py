@@ -26,6 +26,7 @@ from strata.base.errors import (
 
 if TYPE_CHECKING:
     from strata.base.plan import Plan
+    from strata.base.progress import LoadProgress
     from strata.model import Model, Score, load
     from strata.planning import plan
     from strata.records import ChatResult, Chunk, Result, Timings, TokenLogprob, Usage
@@ -47,6 +48,7 @@ __all__ = [
     "ContextFull",
     "DoesNotFit",
     "FileError",
+    "LoadProgress",
     "Model",
     "ModelError",
     "NotFinite",
@@ -69,6 +71,7 @@ __all__ = [
 
 _HOMES = {
     "strata.base.plan": ("Plan",),
+    "strata.base.progress": ("LoadProgress",),
     "strata.model": ("Model", "Score", "load"),
     "strata.planning": ("plan",),
     "strata.records": ("ChatResult", "Chunk", "Result", "Timings", "TokenLogprob", "Usage"),

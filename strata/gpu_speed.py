@@ -127,15 +127,19 @@ def open_backend(path: str | Path, context: int, kv: str, device: Device | None 
 
 
 @contextlib.contextmanager
-def replayed(backend: GpuBackend, table: np.ndarray, rows: Sequence[int] = ROWS) -> Iterator[Callable[[], None]]:
+def replayed(
+    backend: GpuBackend, table: np.ndarray, rows: Sequence[int] = ROWS, by_position: bool = False
+) -> Iterator[Callable[[], None]]:
     """Within the block, windows of these rows take their experts from table (n, L, K) int32, one row a token.
 
-    Gives a call that goes back to the table's first row.
+    Gives a call that goes back to the table's first row. by_position: a window begins with the table's row of its
+    position, whatever ran before; the model must have attention layers.
     """
     g, device = backend.geometry, backend.device
     need(table.ndim == 3 and table.shape[1:] == (g.L, g.K), "a table of replayed experts", found=table.shape,
          needed=f"(n, {g.L}, {g.K})")  # fmt: skip
-    at, ids = device.alloc(8), device.alloc(4 * table.size)
+    at = backend.memory.address("pos") if by_position else device.alloc(8)  # every window brings its position
+    ids = device.alloc(4 * table.size)
     device.upload(ids, np.ascontiguousarray(table, np.int32))
 
     def router(c: Lowering, op: Op) -> None:
@@ -148,7 +152,10 @@ def replayed(backend: GpuBackend, table: np.ndarray, rows: Sequence[int] = ROWS)
     before = {id(p): backend._graphs[id(p)] for p in programs}
     out = (backend.memory.address("outbox"), backend._host_out.ctypes.data, 8)
     for p in programs:
-        lowering = Lowering(p, backend.memory, backend.weights, backend.context).run(LOWERING | {"router": router})
+        lowering = Lowering(p, backend.memory, backend.weights, backend.context, split=backend._split)
+        lowering.run(LOWERING | {"router": router})
+        if backend.hybrid:
+            lowering.launches += backend.hybrid.launches(p.T)
         graph = device.graph(lowering.graph_launches(backend._host_in.ctypes.data, out))
         backend._graphs[id(p)] = backends._Graph(lowering, graph)
     rewind()

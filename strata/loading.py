@@ -189,8 +189,11 @@ def _plan_every_expert(facts: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOpt
 def _plan_shared(facts: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, gguf: GgufFile) -> Plan:
     """The plan with a part of the experts in VRAM. A prefill chunk takes the place of some of them."""
     if facts.split is None:
-        raise BadArgument(f"{facts.name} has float experts, which cannot be shared with the CPU", found=facts.types_text,
-                          needed="quantised experts, or all of them in VRAM")  # fmt: skip
+        raise BadArgument(
+            f"{facts.name} has float experts, which cannot be shared with the CPU",
+            found=facts.types_text,
+            needed="quantised experts, or room for all of them in VRAM",
+        )
     made = paid_with_slots(lambda options: plan(facts, machine, options), o, gguf, facts.geometry)
     made.require()
     if o.pcie_share is not None or not _has_line(made, "link staging"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +22,9 @@ from strata.cpu.machine_code import clock_ns, pause
 from strata.cpu.pool import Pool
 from strata.cpu.walker import WalkList
 from strata.planner.machine import Machine
+from strata.runtime.expert_stats import ExpertStats
 from strata.runtime.generate import Generation
+from strata.runtime.orchestrator import TieredBackend
 from strata.runtime.sampling import SamplingParams
 from strata.runtime.session import SessionState
 from strata.streams import TextStream
@@ -145,6 +147,8 @@ class Sample:
     walk     inside compiled programs (0 unless profiled)               text     detokeniser and stop strings
     join     sharing jobs among threads, within walk                    jobs     jobs shared, a token
     busy     CPU seconds a second of all threads                        ops      walk by kind of op
+    experts  where VRAM does not hold all experts, the parts of a window: decisions, waits for the branch that ended
+             last, joins, and the rest of it
     """
 
     wall_us: float
@@ -155,6 +159,18 @@ class Sample:
     jobs: float
     busy: float
     ops: dict[str, float]
+    experts: dict[str, float] = field(default_factory=dict)
+
+    def shared_parts(self) -> dict[str, float]:
+        """The split where experts are shared: parts of windows, then everything else; they add up to the wall time."""
+        window = sum(self.experts.values())
+        return {
+            "wall": self.wall_us,
+            **self.experts,
+            "head, commit, swaps": self.backend_us - window,
+            "loop": self.wall_us - self.backend_us - self.text_us,
+            "text": self.text_us,
+        }
 
     def parts(self) -> dict[str, float]:
         """The split; its five parts add up to the wall time."""
@@ -166,6 +182,15 @@ class Sample:
             "python_loop": self.wall_us - self.backend_us - self.text_us,
             "text": self.text_us,
         }
+
+
+def _window_parts(now: ExpertStats, before: ExpertStats, n_tokens: int) -> dict[str, float]:
+    """us a token of the parts of windows between two moments."""
+    spent = now.copy()
+    spent -= before
+    each = spent.windows / n_tokens
+    parts = {name: us * each for name, us in spent.layer_us().items()}
+    return parts | {"rest of the window": spent.window_us / n_tokens - sum(parts.values())}
 
 
 class Speed:
@@ -190,7 +215,8 @@ class Speed:
     def decode(self, n_tokens: int, profile: bool) -> Sample:
         """Decode n_tokens greedily; the prompt and the first token are not timed. Only a CPU backend can be profiled:
         of a device the whole of its time is inside the backend's entry points."""
-        profile = profile and self.inner.pool is not None
+        profile = profile and self.inner.name == "cpu"
+        shared = self.inner.orchestrator.stats if isinstance(self.inner, TieredBackend) else None
         self.state.clear()
         text = TimedText(TextStop(self.model.tokenizer, (), ()))
         generation = Generation(
@@ -202,6 +228,7 @@ class Speed:
         if profile:
             self.inner.profile(True)
         jobs = self._jobs
+        experts = shared and shared.copy()
         backend_s, text_s = self.backend.clock.seconds, text.clock.seconds
         cpu_s, began = time.process_time(), time.perf_counter()
         for _ in stream:
@@ -222,6 +249,7 @@ class Speed:
             jobs=jobs,
             busy=cpu_s / wall_s,
             ops={kind: ns / 1e9 * us for kind, ns in op_ns.items()},
+            experts={} if shared is None else _window_parts(shared, experts, n_tokens),
         )
 
     def prefill(self, n_tokens: int) -> float:

@@ -9,7 +9,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,13 @@ from strata.base.errors import Closed, DoesNotFit, ModelError, need
 from strata.base.geometry import Geometry
 from strata.base.plan import Mismatch, Plan
 from strata.base.program import Allocation
+from strata.base.progress import COMPILING, LoadProgress, listening, report
 from strata.loading import LoadOptions, find_draft_layer, load_draft_layer, make_backend, plan_load
 from strata.options import refuse_unknown
 from strata.pack.fingerprint import fingerprint
 from strata.pack.gguf_file import GgufFile
 from strata.records import ChatResult, Result
+from strata.runtime import sampling
 from strata.runtime.orchestrator import TieredBackend
 from strata.runtime.session import AUTOMATIC_CHECKPOINTS, SessionState
 from strata.runtime.speculation import Speculator, drafting_facts
@@ -71,6 +73,7 @@ def load(
     experts: str = "auto",
     pcie_share: float | None = None,
     profile: Any = None,
+    progress: Callable[[LoadProgress], None] | None = None,
     **unknown: Any,
 ) -> Model:
     """Load a model from a GGUF file (any one shard of it), after planning what it takes (`strata.plan`).
@@ -99,20 +102,25 @@ def load(
     ngram        how rows of the n-gram table are read: "mapped": through the page cache; "direct": past it, while the
                  window already runs; "auto": mapped where free RAM holds the whole table, else direct if the file
                  system can
+    progress     called with `strata.LoadProgress` records (what, done, total, name) while kernels are compiled and
+                 tested and weights are uploaded; what it raises ends the load
 
     What is asked for is never made smaller: it fits or raises DoesNotFit before anything is allocated; what is chosen
     automatically may shrink, with a warning. `Model.plan` is the plan, `Model.stats()["plan"]` compares it with what
     was taken. Raises FileError, ModelError, BadArgument or DoesNotFit, each with found, needed and advice.
     """
-    refuse_unknown(unknown, [f.name for f in fields(LoadOptions)], "load")
+    refuse_unknown(unknown, [*(f.name for f in fields(LoadOptions)), "progress"], "load")
     need(isinstance(path, str | Path), "path is no path", found=repr(path), needed="str or Path")
+    need(str(path) != "", "path is empty", found="''", needed="a GGUF file")
+    need(progress is None or callable(progress), "progress is no function", found=repr(progress))
     options = LoadOptions(context, sessions, threads, pin, kv, prefill, draft, checkpoints, device, vram_gib, ngram,
                           slots, experts, pcie_share, profile)  # fmt: skip
     options.validate()
     began = time.perf_counter()
     gguf = GgufFile(path)
     try:
-        model = Model(gguf, options)
+        with listening(progress):
+            model = Model(gguf, options)
     except BaseException:
         gguf.close()
         raise
@@ -145,6 +153,10 @@ class Model:
         self.plan: Plan = plan_load(gguf, self.geometry, options, source)
         self.context, self.kv = self.plan.context, self.plan.kv
         self.draft_layer = load_draft_layer(source, gguf, arch, self.geometry)
+        # Here, so that no token waits for them, and before memory is taken.
+        report(COMPILING, 0, 1, "sampling")
+        sampling.warm_up()
+        report(COMPILING, 1, 1)
         self._backend = make_backend(gguf, arch, self.geometry, self.plan, options.pin, self.draft_layer,
                                      options.ranking(self.geometry))  # fmt: skip
         if self.draft_layer is not None and self.plan.device != "cpu":

@@ -21,7 +21,8 @@ def plan(path: str | Path, *, machine: Machine | None = None, measure: bool = Fa
     measure           time this machine's CPU kernels on the file's types instead of taking listed rates
     device            "auto" (the first GPU, else the CPU), "cpu", "cuda" (the first) or "cuda:N"
     experts           where RAM holds experts: "auto", "mapped", "pinned" or "resident"
-    slots             experts held in VRAM; None: what fits
+    slots             experts held in VRAM; None: what fits; "all"
+    pcie_share        share of the others that the GPU reads over PCIe; None: by cost
     profile           which experts are held first: an ExpertProfile or the path of one
     hit_rate          share of routed experts found in VRAM, when it is known
     draft             also "mtp": price a draft layer in its usual form when none is here

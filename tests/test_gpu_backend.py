@@ -187,7 +187,8 @@ def test_draft_layer(pair):
             layer.steps(state, 17, 66, 64, 1),
             layer.row(state, 64).tolist(),
         ])  # fmt: skip
-        results[-1].append([state.read_cells(n, 67).tobytes() for n in state.buffers if n.startswith("mtp.") and "waiting" not in n])
+        cells = [name for name, b in state.buffers.items() if name.startswith("mtp.") and b.role == "cells"]
+        results[-1].append([state.read_cells(name, 67).tobytes() for name in cells])
     assert results[0] == results[1]
     assert results[0][3] == x[2].tolist()
 

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 from strata.base import arithmetic
+from strata.base.errors import BadArgument
 from strata.base.program import NOT_FINITE
 from strata.gpu.error_word import where
-from strata.gpu.float_gemv import FloatMatrix, float_gemv, float_grouped
+from strata.gpu.float_gemv import Branch, FloatMatrix, float_gemv, float_grouped
 from tests.canonical import hyper_connection
-from tests.canonical.call import assert_same, check_guards, plain, room, spiked
+from tests.canonical.call import assert_same, check_guards, guarded, plain, room, spiked
 from tests.gpu.run_on_cpu import ErrorWord, address, needs_compiler, run_all
 
 pytestmark = needs_compiler
@@ -122,3 +123,27 @@ def test_squeezed_outputs(K):
         float_gemv(address(x), T, K, [FloatMatrix("F32", address(w), 9, address(low), C)], error.address, where(1, 7))
     )
     assert error.reported == (NOT_FINITE, 7, 1)
+
+
+@pytest.mark.parametrize(("kind", "K"), [("BF16", 320), ("F16", 264), ("BF16", 32), ("F32", 320)])
+@pytest.mark.parametrize("T", [1, 2, 6])
+def test_a_branch_is_added_beside_a_product(kind, K, T):
+    C, D = 4, 24
+    rng = np.random.default_rng(K + T)
+    x, streams, y, a = aligned(plain(rng, T, K)), plain(rng, T, C, D), plain(rng, T, D), plain(rng, T, C)
+    data, values = stored(plain(rng, C * D, K), kind)
+    out, held = room(T, C * D), guarded(streams)
+    branch = Branch(address(held), address(y), address(a), D)
+    run_all(float_gemv(address(x), T, K, [FloatMatrix(kind, address(data), C * D, address(out))], branch=branch),
+            reverse=T == 2)  # fmt: skip
+    check_guards(out)
+    check_guards(held)
+    assert_same(out, arithmetic.dot_float(values[None], x[:, None]))
+    assert_same(held, hyper_connection.add(streams, y, a))
+
+
+def test_products_that_take_no_branch():
+    branch = Branch(64, 64, 64, 24)
+    for K, rows in ((2560, (96,)), (320, (95,)), (320, (96, 4))):
+        with pytest.raises(BadArgument, match="branch"):
+            float_gemv(64, 1, K, [FloatMatrix("BF16", 64, n, 64) for n in rows], branch=branch)

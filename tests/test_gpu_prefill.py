@@ -63,8 +63,8 @@ class Read:
             self.half_streams.append(self.gpu.streams[:256])
         self.gpu.prefill(self.whole, tokens[:CHUNK], (-1, -1))
         self.streams = self.gpu.streams[:CHUNK]
-        self.drafter = MtpDrafter(self.gpu, g.CD)
-        self.drafter.chunk_kept(self.whole, self.gpu.streams, tokens[:CHUNK])
+        self.drafter = MtpDrafter(self.gpu.draft)
+        self.drafter.chunk_kept(self.whole, tokens[:CHUNK])
 
     def previous(self, n: int) -> tuple[int, int]:
         return (int(self.tokens[n - 1]), int(self.tokens[n - 2])) if n else (-1, -1)
@@ -120,10 +120,13 @@ def test_heads_and_windows_after_a_chunk(read):
 
 def test_the_draft_layer_follows_a_chunk(read):
     """All complete cells are stored, as close to those of windows as the arithmetic allows; the last row waits."""
-    by_windows, state = MtpDrafter(read.cpu, read.gpu.geometry.CD), read.cpu.new_state()
-    by_windows.chunk_kept(state, read.streams, read.tokens[:CHUNK])
+    by_windows, state = MtpDrafter(read.cpu.draft), read.cpu.new_state()
+    for first in (0, 256):
+        read.cpu.streams[:256] = read.streams[first : first + 256]
+        state.rows = first + 256
+        by_windows.chunk_kept(state, read.tokens[first : first + 256])
     assert (read.drafter._rows, read.drafter._done) == (by_windows._rows, by_windows._done) == (CHUNK, CHUNK - 1)
-    assert_same(read.drafter._x[(CHUNK - 1) % len(read.drafter._x)], read.streams[-1])
+    assert_same(read.gpu.draft.row(read.whole, CHUNK - 1), read.streams[-1])
     cells = read.whole.export().arrays
     for name in ("mtp.k", "mtp.v"):
         assert_accurate(cells[name][: CHUNK - 1], state.arrays[name][: CHUNK - 1].astype(np.float64), 1e-2, name)

@@ -22,6 +22,7 @@ from strata.pack.gguf_file import GgufFile
 from strata.pack.ngram import TABLE_NAME, NgramTable
 from strata.pack.ngram_jobs import READ_BYTES, pages_of_row, plan_pages
 from strata.pack.ngram_reader import direct_problem, reader_bytes
+from strata.pack.ngram_speed import measure, write_table
 from strata.pack.ngram_ticket import Buffers, ticket_bytes
 from tests.test_ngram import SMALL, table_file
 
@@ -31,6 +32,9 @@ GEOMETRY = replace(SMALL, moduli=(ROWS - 49, 13, 17, 19), offsets=(0, ROWS - 49,
 
 def threads() -> set[threading.Thread]:
     return {t for t in threading.enumerate() if t.name.startswith("strata-ngram")}
+
+
+BOTH = pytest.mark.parametrize("queued", [True, False], ids=["queue", "workers"])
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +51,15 @@ def wanted(file):
     return file.values(TABLE_NAME)
 
 
-@pytest.fixture(scope="module")
-def table(file):
-    """A direct table whose cache is far smaller than it."""
+@pytest.fixture(scope="module", params=[True, False], ids=["queue", "workers"])
+def table(request, file):
+    """A direct table whose cache is far smaller than it, with the system's queue for reads or with workers."""
     before = threads()
-    made = NgramTable(file, GEOMETRY, cache_rows=64, mode="direct", depth=16)
+    made = NgramTable(file, GEOMETRY, cache_rows=64, mode="direct", depth=16, queued=request.param)
+    if made.reader.queued < request.param:
+        made.close()
+        pytest.skip("the system has no queue for reads")
+    assert len(threads() - before) == (1 if request.param else 17)
     yield made
     made.close()
     assert threads() == before
@@ -193,9 +201,10 @@ def test_deliver_does_not_wait(table, wanted):
         table.reader.put_faults()
 
 
-def test_many_reads_are_in_flight(file):
+@BOTH
+def test_many_reads_are_in_flight(file, queued):
     """64 pages at 20 ms each take little longer than one of them."""
-    table = NgramTable(file, GEOMETRY, cache_rows=0, mode="direct")
+    table = NgramTable(file, GEOMETRY, cache_rows=0, mode="direct", queued=queued)
     table.reader.put_faults(latency_us=20_000)
     ids = (np.arange(64) * 300).reshape(16, 4)
     began = time.monotonic()
@@ -326,12 +335,13 @@ def test_a_dropped_chunk_makes_room(table):
         table.collect(ticket, np.empty((40, 256), np.float32))
 
 
-def test_closing_while_reading(file):
+@BOTH
+def test_closing_while_reading(file, queued):
     """Open tickets fail, deliveries end with their negative word, no thread and no file stays."""
     for i in range(20):
         before, fds = threads(), len(os.listdir("/proc/self/fd"))
-        table = NgramTable(file, GEOMETRY, cache_rows=0, mode="direct", depth=4)
-        assert len(threads() - before) == 5
+        table = NgramTable(file, GEOMETRY, cache_rows=0, mode="direct", depth=4, queued=queued)
+        assert len(threads() - before) == (1 if table.reader.queued else 5)
         table.reader.put_faults(latency_us=1000)
         deliveries = Deliveries(table)
         ticket = table.issue((np.arange(80) * 200).reshape(20, 4))
@@ -352,7 +362,7 @@ def test_closing_while_reading(file):
 def test_a_forgotten_table_ends_its_threads(file):
     before = threads()
     table = NgramTable(file, GEOMETRY, mode="direct", depth=2)
-    assert len(threads() - before) == 3
+    assert threads() > before
     del table
     assert threads() == before
 
@@ -402,3 +412,27 @@ def test_bytes_of_a_ticket(direct):
         own = [b.places, b.index, b.unique, b.landed, b.staging, *b.pages] + ([b.job] if direct else [])
         assert ticket_bytes(n_ids, row_bytes, direct) == sum(a.nbytes for a in own)
     assert mmap.PAGESIZE % READ_BYTES == 0
+
+
+def test_a_system_without_queues_takes_workers(file, wanted, monkeypatch):
+    """Where the queue is refused, as by a limit of the system, threads read instead."""
+    monkeypatch.setattr(ngram_reader, "open_queue", lambda n, address: errno.EAGAIN)
+    before = threads()
+    table = NgramTable(file, GEOMETRY, mode="direct", depth=3)
+    assert not table.reader.queued and len(threads() - before) == 4
+    ids = np.arange(40, 80).reshape(10, 4)
+    assert table.fetch(ids).tobytes() == wanted[ids].tobytes()
+    table.close()
+
+
+def test_the_bench_reads_what_it_wrote(tmp_path):
+    path = tmp_path / "table.gguf"
+    write_table(path, 4 << 20)
+    with GgufFile(path) as gguf:
+        if direct_problem(gguf, TABLE_NAME):
+            pytest.skip("no unbuffered reads here")
+    found = list(measure(path, [1, 8], [16, 40], 0.02))
+    assert [(r.mode, r.depth, r.rows) for r in found] == [
+        ("direct", 1, 16), ("direct", 1, 40), ("direct", 8, 16), ("direct", 8, 40), ("mapped", 0, 16), ("mapped", 0, 40)
+    ]  # fmt: skip
+    assert all(r.windows >= 3 and 0 < r.caller_us <= r.p99_us and r.median_us <= r.p99_us for r in found)

@@ -71,7 +71,7 @@ def test_a_model_answers_the_same(path, expected):
         found = model.stats()["ngram"]
         assert found["mode"] == "direct" and found["pages"] > 0 and found["errors"] == 0
         assert found["requests"] == found["dedup"] + found["hits"] + found["reads"]
-        assert len(threads() - before) > 8
+        assert threads() > before
     assert threads() == before
 
 

@@ -24,7 +24,6 @@ from strata.planner import needs
 from strata.planner.draft import MEMORY, STANDARD, draft_tensors, facts_of_tensors, vocabulary_rows
 from strata.planner.machine import Machine
 from strata.planner.memory import plan, read_facts
-from strata.spec.mtp import QUEUE_ROWS
 from strata.spec.suffix import SuffixLookup
 from tests.draft_probe import draft_alone, with_nextn
 from tests.header_maker import make_release

@@ -44,6 +44,10 @@ def command(
     prefill: flags.Prefill = "auto",
     device: flags.Device = None,
     vram_gib: flags.VramGib = None,
+    slots: flags.Slots = None,
+    experts: flags.Experts = None,
+    pcie_share: flags.PcieShare = None,
+    profile: flags.Profile = None,
     draft: flags.Draft = None,
     draft_acceptance: flags.DraftAcceptance = None,
 ) -> None:
@@ -59,7 +63,7 @@ def command(
     )  # fmt: skip
     with flags.loaded(
         model, context=context, threads=threads, pin=pin, kv=kv, prefill=prefill, draft=draft, device=device,
-        vram_gib=vram_gib,
+        vram_gib=vram_gib, slots=flags.slots(slots), experts=experts, pcie_share=pcie_share, profile=profile,
     ) as loaded:  # fmt: skip
         Conversation(loaded, system, think, options).talk()
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from strata.base.errors import BadArgument
+from strata.base.errors import BadArgument, need
 from strata.cli.locate import find_model
 from strata.cli.output import quiet_interrupt, working
 
@@ -40,6 +40,13 @@ Device = Annotated[
 ]
 VramGib = Annotated[float | None, Option(help="Most to take of the GPU's memory, GiB; default: what is free.")]
 
+Slots = Annotated[str | None, Option(help="Experts that the GPU holds: a number, or all; default: what fits.")]
+Experts = Annotated[str | None, Option(help="Where RAM holds the others: auto, mapped, pinned or resident.")]
+PcieShare = Annotated[
+    float | None, Option(help="Share of missing experts that the GPU reads over PCIe, 0 to 1; default: by cost.")
+]
+Profile = Annotated[Path | None, Option(help="Expert profile: which experts the GPU holds first.")]
+
 Draft = Annotated[str | None, Option(help="off, auto, lookup, or a draft layer's file or folder.")]
 
 # ---- answering
@@ -60,6 +67,14 @@ Seed = Annotated[int | None, Option(help="Repeats a sampled answer.")]
 Stop = Annotated[list[str] | None, Option(help="End the answer before this text. Repeatable.")]
 DraftAcceptance = Annotated[str | None, Option(help="Of sampled drafts: exact or rejection.")]
 IgnoreEos = Annotated[bool, Option("--ignore-eos", help="Go on after stop tokens.")]
+
+
+def slots(text: str | None) -> int | str | None:
+    """The value of --slots for a load. BadArgument if it is neither a number nor "all"."""
+    if text is None or text == "all":
+        return text
+    need(text.isdigit(), "--slots cannot be read", found=repr(text), needed="a number, or all")
+    return int(text)
 
 
 @contextlib.contextmanager

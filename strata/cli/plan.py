@@ -35,6 +35,7 @@ def command(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda:N.")] = "auto",
     experts: Annotated[str, typer.Option(help="auto, mapped, pinned or resident.")] = "auto",
     slots: Annotated[int | None, typer.Option(help="Experts in VRAM; default: what fits.")] = None,
+    pcie_share: Annotated[float | None, typer.Option(help="Share of the others read over PCIe; default: by cost.")] = None,
     prefill: Annotated[str, typer.Option(help="auto, windows or rows of a chunk.")] = "auto",
     draft: Annotated[
         str, typer.Option(help="off, auto, lookup, a draft layer's file or folder, or mtp: one that is not here.")
@@ -59,6 +60,7 @@ def command(
         "device": device,
         "experts": experts,
         "slots": slots,
+        "pcie_share": pcie_share,
         "prefill": int(prefill) if prefill.isdigit() else prefill,
         "draft": draft,
         "draft_vocabulary": draft_vocabulary,

@@ -12,6 +12,7 @@ import typer
 
 from strata.base.errors import need
 from strata.cli import FAILED, INTERRUPTED, flags
+from strata.cli.experts_text import expert_lines
 from strata.cli.locate import find_model
 from strata.cli.output import Bar, first_interrupt, is_terminal, note, write
 
@@ -49,10 +50,17 @@ def command(
     prefill: flags.Prefill = "auto",
     device: flags.Device = None,
     vram_gib: flags.VramGib = None,
+    slots: flags.Slots = None,
+    experts: flags.Experts = None,
+    pcie_share: flags.PcieShare = None,
+    profile: flags.Profile = None,
     draft: flags.Draft = None,
     draft_acceptance: flags.DraftAcceptance = None,
     check: Annotated[
         bool, typer.Option("--check", help="Compare the GPU with the CPU on the prompt, bit by bit, and stop.")
+    ] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Say how GPU and CPU shared experts (with --json: the counters).")
     ] = False,
     json_: flags.Json = False,
 ) -> None:
@@ -73,17 +81,21 @@ def command(
         return
     with flags.loaded(
         model, context=context, threads=threads, pin=pin, kv=kv, prefill=prefill, draft=draft, device=device,
-        vram_gib=vram_gib,
+        vram_gib=vram_gib, slots=flags.slots(slots), experts=experts, pcie_share=pcie_share, profile=profile,
     ) as loaded:  # fmt: skip
         tokens = loaded.tokenize(text)
         with Bar("reading the prompt", "tokens") as bar:
             stream = loaded.stream(tokens, progress=bar.update if len(tokens) >= BAR_TOKENS else None, **options)
             interrupted = _answer(stream, json_)
         result = stream.result
+        counters = loaded.stats()["experts"] if stats else None
         if json_:
-            typer.echo(json.dumps(record(loaded, result)))
+            typer.echo(json.dumps(record(loaded, result) | ({"experts": counters} if stats else {})))
         else:
             note(summary(result))
+        if stats and not json_:
+            none = ["experts are not shared: one device holds them all"]
+            note("\n".join(expert_lines(counters) if counters else none))
     if interrupted:
         raise typer.Exit(INTERRUPTED)
 

@@ -29,6 +29,10 @@ def command(
     prefill: flags.Prefill = "auto",
     device: flags.Device = None,
     vram_gib: flags.VramGib = None,
+    slots: flags.Slots = None,
+    experts: flags.Experts = None,
+    pcie_share: flags.PcieShare = None,
+    profile: flags.Profile = None,
     json_: flags.Json = False,
 ) -> None:
     """Measure nats per token and perplexity of a text.
@@ -39,7 +43,8 @@ def command(
     for name, value, least in (("--window", window, 2), ("--max-tokens", max_tokens, 2)):
         need(value is None or value >= least, f"{name} is too small", found=value, needed=f">= {least}")
     with flags.loaded(
-        model, context=context, threads=threads, pin=pin, kv=kv, prefill=prefill, device=device, vram_gib=vram_gib
+        model, context=context, threads=threads, pin=pin, kv=kv, prefill=prefill, device=device, vram_gib=vram_gib,
+        slots=flags.slots(slots), experts=experts, pcie_share=pcie_share, profile=profile,
     ) as loaded:
         tokens = loaded.tokenize(text, special)[:max_tokens]
         need(len(tokens) >= 2, "the text is too short to score", found=f"{len(tokens)} tokens", needed=">= 2")

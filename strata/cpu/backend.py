@@ -19,6 +19,7 @@ from strata.base.program import (
     Program,
     ProgramSet,
 )
+from strata.base.progress import COMPILING, Countable
 from strata.base.state import State
 from strata.base.window import HeadRequest, HeadRows
 from strata.cpu.draft import CpuDraft
@@ -60,7 +61,7 @@ class CpuBackend:
         table = rotary_table(context, geometry.rotary_dims, geometry.rope_base)
         ones = np.ones((WINDOW_ROWS, geometry.C), np.float32)
         self.memory = Memory(programs.all(), {"rope": table, "mtp.one": ones})
-        self.weights = Weights(tensors, experts)
+        self.weights = Weights(tensors, experts, progress=self.memory.begin)
         self.pool = Pool(threads, pin=pin, reserve_cores=0)
         self.threads = self.pool.threads
         self._error = np.zeros(ERROR_WORDS, np.int64)
@@ -71,9 +72,12 @@ class CpuBackend:
             for program in programs.all():
                 self._lower(program)
             self.memory.allocate()
+            kinds = {op.kind for program in programs.all() for op in program.ops}
+            self.memory.compiling = Countable(len(kinds) + len(self.weights.formats))
             lowered = {id(p): self._lower(p) for p in programs.all()}
             for lowering in lowered.values():
                 lowering.walk.freeze()  # nothing compiles after load
+            self.memory.compiling.end(COMPILING)
         except BaseException:
             self.close()
             raise

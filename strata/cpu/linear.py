@@ -1,7 +1,9 @@
 """Products of one input with one or several matrices, straight from their GGUF blocks.
 
-The rows of all matrices of an op form one list that is cut into chunks of about CHUNK_BYTES of weights, so small and
-large matrices share the threads evenly.
+In a window the rows of all matrices of an op form one list that is cut into chunks of about CHUNK_BYTES of weights, so
+small and large matrices share the threads evenly. With more activation rows than a window has, chunks are tiles of some
+matrix rows and some activation rows, and float matrices have kernels of their own (`gemv.float_wide`); the bits are those
+of windows.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import numpy as np
 from numba import njit
 
 from strata.base.compiled import chunk
-from strata.cpu.machine_code import call7, i64_view, ld64
+from strata.base.geometry import WINDOW_ROWS
+from strata.cpu.machine_code import call7, call8, i64_view, ld64
 
 if TYPE_CHECKING:
     from strata.base.program import Op
@@ -22,6 +25,18 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 64 << 10
 SMALL_BYTES = 12 << 10
 """Below this an op is one chunk: handing out work costs about as much as doing it."""
+
+WIDE_BYTES = 256 << 10
+"""Weights of a tile of a float matrix: they stay in the second cache while the tile's activation rows pass."""
+
+WIDE_UNIT = 16
+"""Matrix rows of such a tile are a multiple of this, but for the last."""
+
+TILES_PER_THREAD = 4
+"""At least, where the matrices are large enough: the threads then end together."""
+
+LEAST_TILE_BYTES, LEAST_TILE_ROWS = 8 << 10, 32
+"""Of weights, and of activation rows: below, handing out tiles costs too much."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +83,23 @@ def linear_chunk(a, k, n_chunks):
         multiply(m[0] + q[1] * m[1], m[1], q[2] - q[1], m[5], m[6], T, m[3], m[7] + 4 * q[1], m[8], m[4])
 
 
+@chunk
+def wide_chunk(a, k, n_chunks):
+    """Record: tiles (matrix, first row, last row, first and last activation row), matrices (10 words each).
+
+    A matrix's words are those of `linear_chunk`, then the address of its kernel for any number of rows, or 0.
+    """
+    p = i64_view(a, 2)
+    q = i64_view(p[0] + 40 * k, 5)
+    m = i64_view(p[1] + 80 * q[0], 10)
+    w, n, act, T = m[0] + q[1] * m[1], q[2] - q[1], m[5] + q[3] * m[6], q[4] - q[3]
+    out = m[7] + 4 * q[1] + q[3] * m[8]
+    if m[9] != 0:
+        call8(m[9], w, m[1], n, act, m[3], T, out, m[8])
+    else:
+        multiply(w, m[1], n, act, m[6], T, m[3], out, m[8], m[4])
+
+
 def split_rows(rows: list[int], row_bytes: list[int], threads: int) -> tuple[np.ndarray, np.ndarray]:
     """Cut the rows of several matrices into chunks of about equal bytes.
 
@@ -93,11 +125,35 @@ def split_rows(rows: list[int], row_bytes: list[int], threads: int) -> tuple[np.
     return np.array(starts, np.int64), np.array(pieces, np.int64).reshape(-1, 3)
 
 
+def split_tiles(rows: list[int], row_bytes: list[int], wide: list[bool], T: int, threads: int) -> np.ndarray:
+    """Cut the products of T activation rows with several matrices into tiles.
+
+    wide: whether a matrix has a kernel for any number of rows. Returns (n, 5) int64: matrix, first row, last row, first
+    activation row, last one (both exclusive). Every product is in exactly one tile. A tile's weights are few enough to
+    stay in the cache for all its activation rows, and are read once: these are cut only where there are too few tiles.
+    """
+    total, wanted = sum(r * b for r, b in zip(rows, row_bytes, strict=True)), TILES_PER_THREAD * threads
+    cuts = []
+    for index, (count, width, is_wide) in enumerate(zip(rows, row_bytes, wide, strict=True)):
+        n_bytes = count * width
+        n = -(-n_bytes // (WIDE_BYTES if is_wide else CHUNK_BYTES))
+        if threads > 1:
+            n = max(n, min(-(-n_bytes * wanted // total), n_bytes // LEAST_TILE_BYTES))
+        unit = WIDE_UNIT if is_wide else 1
+        step = max(unit, round(count / n / unit) * unit)
+        cuts += [(index, first, min(first + step, count)) for first in range(0, count, step)]
+    parts = 1 if threads == 1 else max(1, min(-(-wanted // len(cuts)), T // LEAST_TILE_ROWS))
+    step = -(-T // parts // WINDOW_ROWS) * WINDOW_ROWS
+    spans = [(first, min(first + step, T)) for first in range(0, T, step)]
+    return np.array([(*cut, *span) for cut in cuts for span in spans], np.int64)
+
+
 def lower_linear(c: Lowering, op: Op) -> None:
     names = [(op.buffers[f"w{i}"], op.buffers[f"y{i}"]) for i in range(op.consts["n"])]
     T = c.T * op.consts["rows"]
     x = op.buffers["x"]
-    words, rows, row_bytes = [], [], []
+    wide = T > WINDOW_ROWS
+    words, rows, row_bytes, kernels = [], [], [], []
     for name, y in names:
         info = c.weights.tensors.info(name)
         columns = info.shape[-1]
@@ -107,8 +163,15 @@ def lower_linear(c: Lowering, op: Op) -> None:
         m = c.weights.matrix(name)
         rows.append(m.rows)
         row_bytes.append(m.row_bytes)
+        kernels.append(c.weights.wide_kernel(info.ggml_type, columns) if wide else 0)
         words.append((m.address, m.row_bytes, m.rows, m.columns, m.kernels.ctypes.data, act, act_bytes,
                       c.memory.address(y), m.rows * 4))  # fmt: skip
-    if not c.memory.measuring:
+    if c.memory.measuring:
+        return
+    if wide:
+        tiles = split_tiles(rows, row_bytes, [k != 0 for k in kernels], T, c.threads)
+        matrices = np.array([(*w, k) for w, k in zip(words, kernels, strict=True)], np.int64)
+        c.parallel(len(tiles), wide_chunk, tiles, matrices)
+    else:
         starts, pieces = split_rows(rows, row_bytes, c.threads)
         c.parallel(len(starts) - 1, linear_chunk, starts, pieces, np.array(words, np.int64), T)

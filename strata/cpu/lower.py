@@ -14,6 +14,7 @@ import numpy as np
 
 from strata.base.compiled import CFunction, chunk, step
 from strata.base.program import NOT_FINITE, Buffer, Op, Program
+from strata.base.progress import COMPILING, Countable
 from strata.cpu.error_word import report
 from strata.cpu.gemv.table import ActivationLayout
 from strata.cpu.machine_code import call6, i64_view, ld64
@@ -53,6 +54,7 @@ class Memory:
         self.slots = {name: i for i, name in enumerate(self.states)}
         self.slot_table = np.zeros(max(len(self.states), 1), np.int64)
         self.measuring = True
+        self.compiling = Countable(0)
         self.private_bytes: dict[str, int] = {}
         self.private: dict[str, np.ndarray] = {}
         self.arrays: dict[str, np.ndarray] = {}
@@ -64,6 +66,10 @@ class Memory:
             self.arrays[name] = aligned_bytes(b.n_bytes).view(b.dtype).reshape(b.shape)
         for name, n in self.private_bytes.items():
             self.private[name] = aligned_bytes(n)
+
+    def begin(self, what: str, name: str) -> bool:
+        """Report a kind of op, or a format, that is compiled or tested; True the first time."""
+        return self.compiling.begin(what, name)
 
     def array(self, name: str) -> np.ndarray:
         return self.arrays[name] if name in self.arrays else self.tables[name]
@@ -105,7 +111,13 @@ class Lowering:
 
         for index, op in enumerate(self.program.ops):
             self._op_index = index
-            LOWERING[op.kind](self, op)
+            if self.memory.measuring:
+                LOWERING[op.kind](self, op)
+            else:
+                first = self.memory.begin(COMPILING, op.kind)
+                LOWERING[op.kind](self, op)
+                if first:
+                    self.walk.compile()
             for port, name in op.buffers.items():
                 if port == "x" and op.kind in ("linear", "experts"):
                     continue  # products only read their input, so its records stay good

@@ -6,7 +6,7 @@ writes is read and written with the atomic forms only. Nothing here checks an ad
 plain      ld8 lds8 ld16 ld32 ld64 ldf32 ldf64, st8 st16 st32 st64 stf32 stf64      (ld8, ld16: unsigned; lds8: signed)
 atomic     ld_acquire32/64, and seq_cst: ld_seq_cst64 st_seq_cst32/64 fetch_add32/64 compare_exchange64 (old value)
 waiting    pause, yield_cpu, futex_wait(addr, seen32), futex_wake(addr, n_waiters)
-calls      call1(fp, a), call3(fp, a, b, c), call4, call6, call7(fp, 7 x int64): void functions by address
+calls      call1(fp, a), call3(fp, a, b, c), call4, call6, call7, call8(fp, 8 x int64): void functions by address
 memory     copy_bytes(dst, src, n), zero_bytes(dst, n)
 clock      clock_ns() monotonic
 floats     float_control() -> int64, set_float_control(v), exact_floats() -> old value after clearing flush-to-zero
@@ -269,6 +269,12 @@ def call6(typingctx, function, a, b, c, d, e, f):
 def call7(typingctx, function, a, b, c, d, e, f, g):
     """void function(7 x int64) at an address."""
     return types.void(*[types.int64] * 8), _generate_call
+
+
+@intrinsic
+def call8(typingctx, function, a, b, c, d, e, f, g, h):
+    """void function(8 x int64) at an address."""
+    return types.void(*[types.int64] * 9), _generate_call
 
 
 # ---- clock -------------------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ import numpy as np
 from strata.base import arithmetic
 from strata.base.compiled import CFunction, c_function
 from strata.base.errors import SelfTestFailed
-from strata.cpu.gemv.table import MOST_ROWS, kernel, layout_of
-from strata.cpu.machine_code import call6, call7, exact_floats, i64_view, set_float_control
+from strata.cpu.gemv.table import MOST_ROWS, kernel, layout_of, wide_kernel
+from strata.cpu.machine_code import call6, call7, call8, exact_floats, i64_view, set_float_control
 from strata.pack import lanes
 from strata.pack.formats import BlockFormat
 
@@ -30,6 +30,14 @@ def _call7(a):
     p = i64_view(a, 8)
     before = exact_floats()
     call7(p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7])
+    set_float_control(before)
+
+
+@c_function(1)
+def _call8(a):
+    p = i64_view(a, 9)
+    before = exact_floats()
+    call8(p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7], p[8])
     set_float_control(before)
 
 
@@ -87,16 +95,34 @@ def check_format(format: BlockFormat, tier: int | None = None) -> None:
     else:
         wanted = np.stack([arithmetic.dot_float(format.dequantise(raw), row) for row in x])
     for R in range(1, MOST_ROWS + 1):
-        found = _run(format, raw, x[:R], tier)
-        same = (found.view(np.uint32) == wanted[:R].view(np.uint32)) | (np.isnan(found) & np.isnan(wanted[:R]))
-        if not same.all():
-            row, column = (int(i) for i in np.argwhere(~same)[0])
-            raise SelfTestFailed(
-                f"the {format.name} kernel for {R} rows (tier {tier}) does not compute the canonical arithmetic",
-                found=f"{found[row, column]!r} at activation row {row}, weight row {column}",
-                needed=repr(wanted[row, column]),
-                advice="Set STRATA_CPU_TIER to a lower tier and report this machine.",
-            )
+        _compare(_run(format, raw, x[:R], tier), wanted[:R], f"the {format.name} kernel for {R} rows (tier {tier})")
+
+
+def check_wide(format: BlockFormat, tier: int) -> None:
+    """The same of a float format's kernel for any number of rows, with rows of both of its lengths."""
+    rng = np.random.default_rng(format.ggml_id)
+    raw = random_blocks(format, rng)
+    x = rng.standard_normal((MOST_ROWS, VALUES)).astype(np.float32)
+    x[1] *= np.float32(2.0**-108)
+    for K in (VALUES, 320):
+        mine, out = np.ascontiguousarray(x[:, :K]), np.zeros((MOST_ROWS, ROWS), np.float32)
+        _call(_call8, wide_kernel(format, tier).address, raw.ctypes.data, raw.shape[1], ROWS, mine.ctypes.data, K,
+              MOST_ROWS, out.ctypes.data, 4 * ROWS)  # fmt: skip
+        weights = format.dequantise(raw)[:, :K]
+        wanted = np.stack([arithmetic.dot_float(weights, row) for row in mine])
+        _compare(out, wanted, f"the {format.name} kernel for any number of rows (tier {tier})")
+
+
+def _compare(found: np.ndarray, wanted: np.ndarray, what: str) -> None:
+    same = (found.view(np.uint32) == wanted.view(np.uint32)) | (np.isnan(found) & np.isnan(wanted))
+    if not same.all():
+        row, column = (int(i) for i in np.argwhere(~same)[0])
+        raise SelfTestFailed(
+            f"{what} does not compute the canonical arithmetic",
+            found=f"{found[row, column]!r} at activation row {row}, weight row {column}",
+            needed=repr(wanted[row, column]),
+            advice="Set STRATA_CPU_TIER to a lower tier and report this machine.",
+        )
 
 
 def _product(format: BlockFormat, raw: np.ndarray, x: np.ndarray, group: int) -> np.ndarray:

@@ -141,6 +141,12 @@ class WalkList:
         need(-(1 << 63) <= argument < 1 << 63, "an argument does not fit int64", found=argument)
         return int(argument)
 
+    def compile(self) -> None:
+        """Compile the step functions added so far, or load them from disk."""
+        for function in self._functions:
+            if isinstance(function, CFunction):
+                function.address  # noqa: B018  # its first use compiles
+
     def freeze(self) -> None:
         """Compile all step functions and fix the addresses."""
         if self._arena is not None:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import numpy as np
 
 from strata.base.errors import ModelError
-from strata.cpu.gemv.table import ActivationLayout, best_tier, kernel, layout_of
+from strata.base.progress import COMPILING, SELF_TEST, report
+from strata.cpu.gemv.table import ActivationLayout, best_tier, has_wide_kernel, kernel, layout_of, wide_kernel
 from strata.cpu.linear import Matrix
-from strata.cpu.self_test import check_format
+from strata.cpu.self_test import check_format, check_wide
 from strata.pack.experts import ExpertLayout
 from strata.pack.formats import format_of
 from strata.pack.tensors import Tensors
@@ -23,7 +24,9 @@ class Weights:
     """Everything a program's tensor names stand for. No matrix is copied.
 
     tensors  by name, in the file's mapping or held     experts  where the routed experts of the trunk lie
-    tier     of the kernels; None: the fastest            progress(what)  called before something is compiled
+    tier     of the kernels; None: the fastest            progress(what, name)  called before a format's kernels are
+    compiled or tested
+    formats  names of all whose products were asked for
     """
 
     def __init__(
@@ -31,27 +34,45 @@ class Weights:
         tensors: Tensors,
         experts: ExpertLayout,
         tier: int | None = None,
-        progress: Callable[[str], None] | None = None,
+        progress: Callable[[str, str], object] | None = None,
     ):
         self.tensors, self.experts = tensors, experts
         self.tier = best_tier() if tier is None else tier  # asking for it takes 0.1 ms, programs ask thousands of times
-        self._progress = progress or (lambda what: None)
+        self._progress = progress or (lambda what, name: report(what, 0, 0, name))
+        self.formats: set[str] = set()
         self._vectors: dict[tuple[str, bool], np.ndarray] = {}
         self._kernels: dict[int, np.ndarray] = {}
+        self._wide: dict[int, int] = {}
         self._tables: dict[int, np.ndarray] = {}
 
     def layout(self, name: str) -> ActivationLayout:
-        return layout_of(self.tensors.info(name).format, self.tier)
+        block = self.tensors.info(name).format
+        self.formats.add(block.name)
+        return layout_of(block, self.tier)
 
     def kernels(self, ggml_type: int) -> np.ndarray:
         """(4,) int64: addresses of the kernels for 1..4 activation rows, compiled and self-tested on first use."""
         if ggml_type not in self._kernels:
             block = format_of(ggml_type)
-            self._progress(f"{block.name} kernels")
+            self._progress(COMPILING, block.name)
             addresses = [kernel(block, R, self.tier) for R in KERNEL_ROWS]
+            self._progress(SELF_TEST, block.name)
             check_format(block, self.tier)
             self._kernels[ggml_type] = np.array(addresses, np.int64)
         return self._kernels[ggml_type]
+
+    def wide_kernel(self, ggml_type: int, K: int) -> int:
+        """Address of the kernel for any number of activation rows of K values, compiled and self-tested on first use;
+        0 where there is none and the kernels for 1..4 rows serve."""
+        block = format_of(ggml_type)
+        if not has_wide_kernel(block, K, self.tier):
+            return 0
+        if ggml_type not in self._wide:
+            self._progress(COMPILING, block.name)
+            self._wide[ggml_type] = wide_kernel(block, self.tier).address
+            self._progress(SELF_TEST, block.name)
+            check_wide(block, self.tier)
+        return self._wide[ggml_type]
 
     def matrix(self, name: str) -> Matrix:
         """A 2-D tensor, or a vector as a matrix of one row."""

@@ -227,6 +227,8 @@ class GpuBackend:
         with self._served(program):
             graph.launch()
             self.device.synchronize()
+        if self.draft:
+            self.draft.waited()
         return graph.lowering
 
     def _served(self, program: Program) -> AbstractContextManager[None]:

@@ -106,15 +106,18 @@ class ChunkMemory:
     """Addresses by name for the lowering of a chunk program; what is not in the arena is the backend's `memory`.
 
     Besides the program's buffers: `pos`, int64 positions of rows 0, 64, .., and `rows`, the int64 number of rows.
-    elsewhere: addresses of buffers that lie outside of both; they may be changed between lowerings.
+    elsewhere: addresses of buffers that lie outside of both; they may be changed between lowerings. filled: tables that
+    lie in the arena; they are filled before every run.
     """
 
-    def __init__(self, program: Program, memory: Memory, elsewhere: Mapping[str, int] | None = None):
+    def __init__(
+        self, program: Program, memory: Memory, elsewhere: Mapping[str, int] | None = None, filled: tuple[str, ...] = ()
+    ):
         self.program, self.memory, self.elsewhere = program, memory, dict(elsewhere or {})
         inside = {
             name: b
             for name, b in program.buffers.items()
-            if b.role in ("io", "scratch") and name not in OUTSIDE and name not in self.elsewhere
+            if (b.role in ("io", "scratch") or name in filled) and name not in OUTSIDE and name not in self.elsewhere
         }
         self._areas = {name: Area(name, b.n_bytes, spans) for name, b, spans in self._with_lives(inside)}
         self._areas["pos"] = Area("pos", 8 * (program.T // POSITION_ROWS), [(0, len(program.ops))])
@@ -126,7 +129,7 @@ class ChunkMemory:
     def _with_lives(self, inside: dict[str, Buffer]) -> list[tuple[str, Buffer, list[tuple[int, int]]]]:
         spans = lives(self.program, inside)
         for name, b in inside.items():  # what the host fills before the first op
-            if b.role == "io":
+            if b.role != "scratch":
                 spans[name] = [(0, spans[name][-1][1])]
         return [(name, b, spans[name]) for name, b in inside.items()]
 

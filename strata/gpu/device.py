@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from strata.base.errors import DoesNotFit, StrataError, need
+from strata.base.progress import COMPILING, report
 from strata.gpu.compile import compile_source
 from strata.gpu.launch import Launch, Source
 
@@ -260,6 +261,7 @@ class CupyDevice:
     def _function(self, launch: Launch) -> Any:
         key = (launch.source, launch.kernel)
         if key not in self._functions:
+            report(COMPILING, len({source for source, _ in self._functions}), 0, launch.source.path.name)
             binary = compile_source(launch.source, self.arch)
             module = self._cupy.cuda.function.Module()
             module.load(binary.cubin)

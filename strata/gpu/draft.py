@@ -21,7 +21,7 @@ from strata.gpu.head import place
 from strata.gpu.head_rows import runs_of, term_bytes
 from strata.gpu.launch import Launch
 from strata.gpu.lower import Lowering
-from strata.gpu.mailbox import copy_values, outbox
+from strata.gpu.mailbox import copy_values
 from strata.gpu.memory import DRAFT_AREA, Memory
 from strata.gpu.prefill_draft import DraftChunks
 from strata.gpu.state import DeviceState
@@ -75,7 +75,8 @@ class GpuDraft:
         self._chain = memory.address("outbox") + DRAFT_AREA
         self._records = host.outbox[DRAFT_AREA:][: MOST_STEPS * RECORD.itemsize].view(RECORD)
         self._made = 0  # steps of the chain so far
-        self._unchecked: tuple[Lowering, int] | None = None  # an append that was queued: its error word, its position
+        self._unchecked: tuple[Lowering, int] | None = None  # an append whose error word was not looked at
+        self._queued = False  # that append may not have ended
         self._graphs: dict[str, tuple[Lowering, Callable[[], None], int]] = {}
         for T, program in programs.appends.items():
             self._capture(f"append T={T}", program, self._append_launches)
@@ -158,14 +159,14 @@ class GpuDraft:
 
         tokens (T,) int32: the tokens after them. It is queued; NotFinite may come with a later call.
         """
-        if self._unchecked is not None:
+        if self._queued:
             self.device.synchronize()
-            self._settle()
+        self._settle()
         self._host.bind(state)
         self._host.fields["mtp.tokens"][: len(tokens)] = tokens
         self._host.fields["mtp.pos"][0] = position
         lowering, launch, _ = self._graphs[f"append T={len(tokens)}"]
-        self._unchecked = lowering, position
+        self._unchecked, self._queued = (lowering, position), True
         launch()
 
     def append_chunk(self, state: DeviceState, first_row: int, tokens: np.ndarray, position: int) -> bool:
@@ -209,8 +210,13 @@ class GpuDraft:
             raise NotFinite("draft logits are not finite", advice="The draft layer's file may be damaged.")
         return ids, probabilities
 
+    def waited(self) -> None:
+        """All that was queued has ended."""
+        self._queued = False
+
     def _settle(self) -> None:
         """Raise what an append reported, once it has ended."""
+        self._queued = False
         if self._unchecked is not None:
             (lowering, position), self._unchecked = self._unchecked, None
             self._host.check(lowering, int(self._append_error[0]), position)

@@ -119,9 +119,23 @@ DEVICE void store(const Matrix &m, int c, float y, u64 *error, u64 where) {
     m.y[(size_t)c * m.rows + m.row] = y;
 }
 
+// A branch's output that waits to be added to hyper-connection streams, one value for each row of the first matrix:
+// streams (T, C, D) += strength (T, C) y (T, D). streams null: nothing waits.
+struct Branch {
+    float *streams;
+    const float *y, *strength;
+    int D;
+};
+
+DEVICE void add_branch(const Branch &b, int c, int row, int rows) {
+    float *p = b.streams + (size_t)c * rows + row;
+    *p = fma32(b.strength[c * (rows / b.D) + row / b.D], b.y[(size_t)c * b.D + row % b.D], *p);
+}
+
 #define MATRICES                                                                                                    \
     const u8 *w0, float *y0, int n0, int k0, const u8 *w1, float *y1, int n1, int k1, const u8 *w2, float *y2, int n2, \
-        int k2, const u8 *w3, float *y3, int n3, int k3, int squeeze0, u64 *error, u64 where
+        int k2, const u8 *w3, float *y3, int n3, int k3, int squeeze0, u64 *error, u64 where,                                                               \
+        float *streams, const float *branch, const float *strength, int D
 #define FIND(row) find(row, w0, y0, n0, k0, w1, y1, n1, k1, w2, y2, n2, k2, w3, y3, n3, k3, squeeze0)
 
 // One warp a row: short rows and many of them. K is a multiple of 8. Grid: (rows / 8, pieces of T rows).
@@ -139,7 +153,10 @@ __global__ void __launch_bounds__(256, T == 1 ? 4 : T == 2 ? 3 : T == 4 ? 2 : 1)
 #pragma unroll
     for (int c = 0; c < T; c++) {
         float s = add32(tree_of_eights(acc[c]), 0.f);
-        if (t == 0 && c < left) store(m, first + c, s, error, where);
+        if (t == 0 && c < left) {
+            store(m, first + c, s, error, where);
+            if (streams) add_branch({streams, branch, strength, D}, first + c, m.row, m.rows);
+        }
     }
 }
 
@@ -202,7 +219,8 @@ KERNEL(256) float_grouped(const float *x, int K, const u8 *w, i64 stride, int ki
 // holds lanes 8 t .. 8 t + 7 for t = p, p + 4, .., 28 + p, so that the distances 128, 64 and 32 of the tree stay inside;
 // weights stay in registers for all rows of x. EXTRA: how many t have values behind the first 256. Grid: rows / 32.
 template <int KIND, int EXTRA>
-KERNEL(128) float_gemv_short(const float *x, int K, int n_x, const u8 *w, float *y, int rows) {
+KERNEL(128) float_gemv_short(const float *x, int K, int n_x, const u8 *w, float *y, int rows, float *streams,
+                             const float *branch, const float *strength, int D) {
     DYNAMIC_SHARED(bytes);
     float *xs = (float *)bytes;
     int lane = threadIdx.x & 31, p = lane & 3, row = (blockIdx.x * 4 + (threadIdx.x >> 5)) * 8 + (lane >> 2);
@@ -216,6 +234,9 @@ KERNEL(128) float_gemv_short(const float *x, int K, int n_x, const u8 *w, float 
         second[m] = there ? load_once((const uint4 *)(mine + 16 * (p + 4 * m) + 512)) : make_uint4(0, 0, 0, 0);
     }
     for (int i = threadIdx.x; i < n_x * K; i += 128) xs[i] = x[i];
+    // The four threads of a row add the branch for a column each, and while the weights are on their way.
+    if (streams && row < rows)
+        for (int c = p; c < n_x; c += 4) add_branch({streams, branch, strength, D}, c, row, rows);
     __syncthreads();
     for (int c = 0; c < n_x; c++) {
         const float *column = xs + c * K + 8 * p;

@@ -44,25 +44,55 @@ class FloatMatrix:
     squeeze: int = 0
 
 
+@dataclass(frozen=True)
+class Branch:
+    """A branch's output that is still to be added to hyper-connection streams: streams (T, C, D) += a (T, C) y (T, D),
+    float32 addresses. `float_gemv` does it beside a product with C D matrix rows that touches none of them."""
+
+    streams: int
+    y: int
+    a: int
+    D: int
+
+
+def takes_branch(format_name: str, K: int) -> bool:
+    """Whether `float_gemv` takes a branch beside the product with one matrix of rows of K values."""
+    return format_name in KINDS and K < FEW_ROWS_LONG
+
+
 def instance_rows(T: int) -> int:
     """The smallest instance that takes T rows at once, 8 for more."""
     return next((n for n in INSTANCE_ROWS if n >= T), INSTANCE_ROWS[-1])
 
 
 def float_gemv(
-    x: int, T: int, K: int, matrices: list[FloatMatrix], error: int = 0, where: np.uint64 = NOWHERE
+    x: int,
+    T: int,
+    K: int,
+    matrices: list[FloatMatrix],
+    error: int = 0,
+    where: np.uint64 = NOWHERE,
+    branch: Branch | None = None,
 ) -> list[Launch]:
     """y (T, rows) = x (T, K) times each matrix; x is the 16-byte aligned address of float32 rows.
 
-    A squeezed output that is not finite is reported; products themselves are not.
+    A squeezed output that is not finite is reported; products themselves are not. A branch comes with one matrix that
+    `takes_branch`.
     """
+    if branch is not None:
+        fits = len(matrices) == 1 and takes_branch(matrices[0].format_name, K) and matrices[0].rows % branch.D == 0
+        need(fits, "a product that adds a branch", needed="one matrix of short rows, one for each value of the streams")
     out = []
     for first in range(0, len(matrices), MOST_MATRICES):
-        out.append(_launch(x, T, K, matrices[first : first + MOST_MATRICES], error, where))
+        out.append(_launch(x, T, K, matrices[first : first + MOST_MATRICES], error, where, branch))
     return out
 
 
-def _launch(x: int, T: int, K: int, matrices: list[FloatMatrix], error: int, where: np.uint64) -> Launch:
+def _launch(
+    x: int, T: int, K: int, matrices: list[FloatMatrix], error: int, where: np.uint64, branch: Branch | None
+) -> Launch:
+    b = branch or Branch(0, 0, 0, 1)
+    added = (pointer(b.streams), pointer(b.y), pointer(b.a), i32(b.D))
     for m in matrices:
         need(m.format_name in KINDS, "a float matrix", found=m.format_name, needed=" or ".join(KINDS))
         need(m.address % 16 == 0 and x % 16 == 0, "alignment of a float product", needed="16 bytes")
@@ -75,11 +105,11 @@ def _launch(x: int, T: int, K: int, matrices: list[FloatMatrix], error: int, whe
     m, shared_bytes = matrices[0], 4 * T * K
     if len(matrices) == 1 and not m.squeeze and K in SHORT_ROWS and m.format_name != "F32" and shared_bytes <= 48 << 10:
         kernel = f"float_gemv_short<{m.format_name}_VALUES, {2 if K <= 320 else 8}>"
-        short = (pointer(x), i32(K), i32(T), pointer(m.address), pointer(m.y), i32(m.rows))
+        short = (pointer(x), i32(K), i32(T), pointer(m.address), pointer(m.y), i32(m.rows), *added)
         return launch(SOURCE, kernel, -(-m.rows // 32), 128, *short, shared_bytes=shared_bytes)
     rows, n = sum(m.rows for m in matrices), instance_rows(T)
     pieces = -(-T // n)
-    args = (pointer(x), i32(K), i32(T), *words, i32(matrices[0].squeeze), pointer(error), where)
+    args = (pointer(x), i32(K), i32(T), *words, i32(matrices[0].squeeze), pointer(error), where, *added)
     if K >= LONG_ROW or (K >= FEW_ROWS_LONG and rows <= FEW_ROWS):
         return launch(SOURCE, f"float_gemv_long<{n}>", (rows, pieces), 128, *args)
     return launch(SOURCE, f"float_gemv<{n}>", (-(-rows // 8), pieces), 256, *args)

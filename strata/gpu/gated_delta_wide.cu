@@ -54,18 +54,25 @@ KERNEL(128) gdn_wide_inputs(float *conv, float *decay, float *beta, const float 
 #define COLUMNS 32
 
 // The delta rule: state (Hv, dk, dv) in the slot advances by T rows (a multiple of 8), o (T, Hv, dv) before norm and gate.
-// KEYS = dk / 4. Thread 4 j + r holds keys 16 m + 4 r + 0..3 of column j. Grid: (dv / 32, Hv).
-template <int KEYS>
+// GROUPS = dk / 32. Thread 8 j + r holds keys 32 m + 4 r + 0..3 of columns 2 j and 2 j + 1: reading k and q is what takes
+// the time, and two columns share it. Grid: (dv / 32, Hv).
+template <int GROUPS>
 KERNEL(128) gdn_wide_rule(const float *conv, const float *decay, const float *beta, float *const *state_slot, float *o, int T,
                           int Hk, int Hv, int dv, int channels) {
-    const int dk = 4 * KEYS, LOADS = 2 * dk * STAGE_ROWS / 128, V_LOADS = COLUMNS * STAGE_ROWS / 128;
-    __shared__ float4 keys[2][STAGE_ROWS][2 * KEYS];  // q, then k
-    __shared__ float values[2][STAGE_ROWS][COLUMNS], gates[2][2 * STAGE_ROWS];
-    int t = threadIdx.x, r = t & 3, j = t >> 2, h = blockIdx.y, column = blockIdx.x * COLUMNS + j, key_head = h % Hk;
+    const int dk = 32 * GROUPS, LOADS = 2 * dk * STAGE_ROWS / 128, V_LOADS = COLUMNS * STAGE_ROWS / 128;
+    __shared__ float4 keys[2][STAGE_ROWS][2 * dk / 4];  // q, then k
+    __shared__ float2 values[2][STAGE_ROWS][COLUMNS / 2];
+    __shared__ float gates[2][2 * STAGE_ROWS];
+    int t = threadIdx.x, r = t & 7, j = t >> 3, h = blockIdx.y, column = blockIdx.x * COLUMNS + 2 * j, key_head = h % Hk;
     float *state = *state_slot + (size_t)h * dk * dv + column;
-    float S[KEYS];
+    float S[GROUPS][4][2];
 #pragma unroll
-    for (int m = 0; m < KEYS; m++) S[m] = state[(size_t)(16 * (m / 4) + 4 * r + m % 4) * dv];
+    for (int m = 0; m < GROUPS; m++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float2 pair = *(const float2 *)(state + (size_t)(32 * m + 4 * r + i) * dv);
+            S[m][i][0] = pair.x, S[m][i][1] = pair.y;
+        }
     const float *q = conv + (size_t)key_head * dk, *k = q + (size_t)Hk * dk;
     const float *v = conv + 2 * (size_t)Hk * dk + (size_t)h * dv + blockIdx.x * COLUMNS;
     float ahead[LOADS], v_ahead[V_LOADS], gate_ahead = 0.f;
@@ -88,50 +95,65 @@ KERNEL(128) gdn_wide_rule(const float *conv, const float *decay, const float *be
 #pragma unroll
         for (int n = 0; n < LOADS; n++) ((float *)keys[stage])[n * 128 + t] = ahead[n];
 #pragma unroll
-        for (int n = 0; n < V_LOADS; n++) (&values[stage][0][0])[n * 128 + t] = v_ahead[n];
+        for (int n = 0; n < V_LOADS; n++) ((float *)values[stage])[n * 128 + t] = v_ahead[n];
         if (t < 2 * STAGE_ROWS) gates[stage][t] = gate_ahead;
         __syncthreads();  // the other stage is free: everybody who read it has passed the barrier before this one
         if (first + STAGE_ROWS < T) fetch(first + STAGE_ROWS);
         for (int row = 0; row < STAGE_ROWS; row++) {
-            const float4 *row_q = keys[stage][row] + r, *row_k = row_q + KEYS;
-            float fade = gates[stage][2 * row], dots[4] = {0.f, 0.f, 0.f, 0.f};
+            const float4 *row_q = keys[stage][row] + r, *row_k = row_q + dk / 4;
+            float fade = gates[stage][2 * row], ks[GROUPS][4], sums[2][4];
 #pragma unroll
-            for (int m = 0; m < KEYS; m += 4) {
-                float4 x = row_k[m];
-                S[m] = mul32(S[m], fade);
-                S[m + 1] = mul32(S[m + 1], fade);
-                S[m + 2] = mul32(S[m + 2], fade);
-                S[m + 3] = mul32(S[m + 3], fade);
-                dots[0] = fma32(S[m], x.x, dots[0]);
-                dots[1] = fma32(S[m + 1], x.y, dots[1]);
-                dots[2] = fma32(S[m + 2], x.z, dots[2]);
-                dots[3] = fma32(S[m + 3], x.w, dots[3]);
-            }
-            float part = add32(add32(dots[0], dots[2]), add32(dots[1], dots[3]));
-            part = add32(part, __shfl_xor_sync(ALL_LANES, part, 2));
-            part = add32(part, __shfl_xor_sync(ALL_LANES, part, 1));
-            float delta = mul32(gates[stage][2 * row + 1], sub32(values[stage][row][j], part));
-            dots[0] = dots[1] = dots[2] = dots[3] = 0.f;
+            for (int i = 0; i < 4; i++) sums[0][i] = sums[1][i] = 0.f;
 #pragma unroll
-            for (int m = 0; m < KEYS; m += 4) {
-                float4 x = row_k[m], y = row_q[m];
-                S[m] = fma32(x.x, delta, S[m]);
-                S[m + 1] = fma32(x.y, delta, S[m + 1]);
-                S[m + 2] = fma32(x.z, delta, S[m + 2]);
-                S[m + 3] = fma32(x.w, delta, S[m + 3]);
-                dots[0] = fma32(S[m], y.x, dots[0]);
-                dots[1] = fma32(S[m + 1], y.y, dots[1]);
-                dots[2] = fma32(S[m + 2], y.z, dots[2]);
-                dots[3] = fma32(S[m + 3], y.w, dots[3]);
+            for (int m = 0; m < GROUPS; m++) {
+                float4 x = row_k[8 * m];
+                ks[m][0] = x.x, ks[m][1] = x.y, ks[m][2] = x.z, ks[m][3] = x.w;
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+#pragma unroll
+                    for (int c = 0; c < 2; c++) {
+                        S[m][i][c] = mul32(S[m][i][c], fade);
+                        sums[c][i] = fma32(S[m][i][c], ks[m][i], sums[c][i]);
+                    }
             }
-            part = add32(add32(dots[0], dots[2]), add32(dots[1], dots[3]));
-            part = add32(part, __shfl_xor_sync(ALL_LANES, part, 2));
-            part = add32(part, __shfl_xor_sync(ALL_LANES, part, 1));
-            if (r == 0) o[((size_t)(first + row) * Hv + h) * dv + column] = part;
+            float2 value = values[stage][row][j];
+            float rate = gates[stage][2 * row + 1], delta[2];
+#pragma unroll
+            for (int c = 0; c < 2; c++) {
+                float part = add32(add32(sums[c][0], sums[c][2]), add32(sums[c][1], sums[c][3]));
+#pragma unroll
+                for (int half = 4; half; half >>= 1) part = add32(part, __shfl_xor_sync(ALL_LANES, part, half));
+                delta[c] = mul32(rate, sub32(c ? value.y : value.x, part));
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i++) sums[0][i] = sums[1][i] = 0.f;
+#pragma unroll
+            for (int m = 0; m < GROUPS; m++) {
+                float4 x = row_q[8 * m];
+                float qs[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+#pragma unroll
+                    for (int c = 0; c < 2; c++) {
+                        S[m][i][c] = fma32(ks[m][i], delta[c], S[m][i][c]);
+                        sums[c][i] = fma32(S[m][i][c], qs[i], sums[c][i]);
+                    }
+            }
+            float out[2];
+#pragma unroll
+            for (int c = 0; c < 2; c++) {
+                out[c] = add32(add32(sums[c][0], sums[c][2]), add32(sums[c][1], sums[c][3]));
+#pragma unroll
+                for (int half = 4; half; half >>= 1) out[c] = add32(out[c], __shfl_xor_sync(ALL_LANES, out[c], half));
+            }
+            if (r == 0) *(float2 *)(o + ((size_t)(first + row) * Hv + h) * dv + column) = make_float2(out[0], out[1]);
         }
     }
 #pragma unroll
-    for (int m = 0; m < KEYS; m++) state[(size_t)(16 * (m / 4) + 4 * r + m % 4) * dv] = S[m];
+    for (int m = 0; m < GROUPS; m++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            *(float2 *)(state + (size_t)(32 * m + 4 * r + i) * dv) = make_float2(S[m][i][0], S[m][i][1]);
 }
 
 // y = rms(y) norm sigmoid(z) per head, in place on (T, Hv, dv). One warp a head. Grid: (Hv / 4, T).

@@ -7,12 +7,12 @@ import numpy as np
 from strata.base.errors import need
 from strata.gpu.launch import Launch, Source, f32, i32, launch, pointer
 
-KEYS_A_THREAD = (8, 16, 32)
-"""Instances: a quarter of the key size of a head."""
+KEY_GROUPS = (1, 2, 4)
+"""Instances: key sizes of a head, in groups of 32."""
 
 SOURCE = Source(
     "gated_delta_wide.cu",
-    ("gdn_wide_conv", "gdn_wide_inputs", "gdn_wide_gate", *(f"gdn_wide_rule<{n}>" for n in KEYS_A_THREAD)),
+    ("gdn_wide_conv", "gdn_wide_inputs", "gdn_wide_gate", *(f"gdn_wide_rule<{n}>" for n in KEY_GROUPS)),
 )
 ROWS_A_THREAD, STAGE_ROWS, COLUMNS = 8, 8, 32
 
@@ -38,8 +38,8 @@ def gdn_wide_heads(
     conv (T, channels) holds q, k and v before, unit q and k and v after; decay and beta (T, Hv) alpha and raw beta
     before, their functions after.
     """
-    need(dk % 4 == 0 and dk // 4 in KEYS_A_THREAD, "key size of a gated-delta head", found=dk,
-         needed=", ".join(str(4 * n) for n in KEYS_A_THREAD))  # fmt: skip
+    need(dk % 32 == 0 and dk // 32 in KEY_GROUPS, "key size of a gated-delta head", found=dk,
+         needed=", ".join(str(32 * n) for n in KEY_GROUPS))  # fmt: skip
     need(dv % COLUMNS == 0, "value size of a gated-delta head", found=dv, needed=f"a multiple of {COLUMNS}")
     need(T % STAGE_ROWS == 0, "rows of a chunk", found=T, needed=f"a multiple of {STAGE_ROWS}")
     q_scale = np.float32(1) / np.sqrt(np.float32(dk))
@@ -50,6 +50,6 @@ def gdn_wide_heads(
     gate = (pointer(y), pointer(z), pointer(norm), i32(Hv), i32(dv), f32(eps), pointer(error), where)
     return [
         launch(SOURCE, "gdn_wide_inputs", (-(-2 * Hk // 4) + 1, T), 128, *inputs),
-        launch(SOURCE, f"gdn_wide_rule<{dk // 4}>", (dv // COLUMNS, Hv), 128, *rule),
+        launch(SOURCE, f"gdn_wide_rule<{dk // 32}>", (dv // COLUMNS, Hv), 128, *rule),
         launch(SOURCE, "gdn_wide_gate", (-(-Hv // 4), T), 128, *gate),
     ]

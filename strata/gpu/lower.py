@@ -1,8 +1,8 @@
 """From a program to a list of launches: buffers become addresses, ops become kernels, neighbours are fused.
 
-Fused, where `fuse` is on: an hc_add with the hc_norm behind it; a squeeze with the float product before it; a squeeze
-and a mix with the quantiser of the products that read them; the convolution with the delta rule. With `fuse` off every
-op is launches of its own, for comparing backends op by op.
+Fused, where `fuse` is on: an hc_add with the hc_norm behind it, in narrow windows both with the product behind them; a
+squeeze with the float product before it; a squeeze and a mix with the quantiser of the products that read them; the
+convolution with the delta rule. With `fuse` off every op is launches of its own, for comparing backends op by op.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from strata.base.program import Op, Program
 from strata.gpu import mailbox
 from strata.gpu.activations import Activations, quantise
 from strata.gpu.error_word import where
+from strata.gpu.float_gemv import Branch
 from strata.gpu.launch import Launch
 from strata.gpu.memory import Memory
 from strata.gpu.weights import Weights
@@ -50,6 +51,8 @@ class Lowering:
         self._activations: dict[tuple[str, int], Activations] = {}
         self._made_here: set[tuple[str, int]] = set()
         self.added_before: Op | None = None  # an hc_add that the next hc_norm does
+        self.norm_before: tuple[Op, np.uint64] | None = None  # an hc_norm that the next product does, and its `where`
+        self.branch_before: Branch | None = None  # which the product behind that one stores
         self.convolution_before: Op | None = None  # a gdn_conv that the next gdn_heads does
         self._fork, self._branch = 0, -1
         self.squeezed_before = False  # the product before an hc_squeeze has done it

@@ -7,9 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from strata.base.program import Op
-from strata.gpu import gated_delta, hyper_connection, ngram_mix, qsa_append, qsa_attend, qsa_select
+from strata.gpu import gated_delta, hc_ops, ngram_mix, qsa_append, qsa_attend, qsa_select
 from strata.gpu import router as routers
-from strata.gpu.activations import quantise, squeeze
 from strata.gpu.embed import embed, tables
 from strata.gpu.experts_op import lower_experts, multiply
 from strata.gpu.float_gemv import FloatMatrix, float_gemv
@@ -31,59 +30,10 @@ def _embed(c: Lowering, op: Op) -> None:
                 w.rows, c.error, c.where(op)))  # fmt: skip
 
 
-def _hc_norm(c: Lowering, op: Op) -> None:
-    k = op.consts
-    more = {"first": c.memory.address("head_row")} if k["head"] else {}
-    if c.added_before is not None:
-        added, c.added_before = c.added_before, None
-        more = {"y": c.at(added, "y"), "a": c.at(added, "a")}
-    c.add(hyper_connection.hc_norm(c.at(op, "x"), c.vector(op, "w"), c.at(op, "y"), c.T, k["C"], k["D"], k["eps"],
-                                   c.error, c.where(op), **more))  # fmt: skip
-
-
-def _hc_add(c: Lowering, op: Op) -> None:
-    k, following = op.consts, c.next_op()
-    fits = following is not None and following.kind == "hc_norm" and following.buffers["x"] == op.buffers["x"]
-    if fits and not following.consts["head"] and all(following.consts[n] == k[n] for n in "CD"):
-        c.added_before = op
-        return
-    c.add(hyper_connection.hc_add(c.at(op, "x"), c.at(op, "y"), c.at(op, "a"), c.T, k["C"], k["D"]))
-
-
-def _hc_squeeze(c: Lowering, op: Op) -> None:
-    x, C, n = op.buffers["x"], op.consts["C"], op.consts["n"]
-    groups = c.groups_of(x, n) if c.fuse else {0}
-    if c.squeezed_before:
-        c.squeezed_before = False  # whoever needs it quantised does that himself
-    elif len(groups) == 1 and 0 not in groups:
-        made = c.place_activations(x, n, groups.pop(), c.T)
-        c.add(quantise(c.memory.address(x), made, c.error, c.where(op), squeeze_by=C))
-    else:
-        c.add(squeeze(c.memory.address(x), c.T, n, C, c.error, c.where(op)))
-
-
-def _hc_mix(c: Lowering, op: Op) -> None:
-    k, u = op.consts, op.buffers["u"]
-    groups = c.groups_of(u, k["D"]) - {0} if c.fuse else set()
-    quantised = tuple(c.place_activations(u, k["D"], g, c.T) for g in sorted(groups))
-    c.add(
-        hyper_connection.hc_mix(
-            c.at(op, "normed"),
-            c.at(op, "gate"),
-            c.at(op, "u"),
-            c.T,
-            k["C"],
-            k["D"],
-            c.error,
-            c.where(op),
-            inject=c.at(op, "inject"),
-            a=c.at(op, "a"),
-            quantised=quantised,
-        )
-    )
-
-
 def _linear(c: Lowering, op: Op) -> None:
+    if c.norm_before is not None:
+        hc_ops.norm_with_product(c, op)
+        return
     T, x = c.T * op.consts["rows"], op.buffers["x"]
     floats: list[FloatMatrix] = []
     matrices = [c.weights.matrix(op.buffers[f"w{i}"]) for i in range(op.consts["n"])]
@@ -108,7 +58,8 @@ def _linear(c: Lowering, op: Op) -> None:
     if floats:
         c.branch()
         where = c.where_next() if floats[0].squeeze else c.where(op)
-        c.add(float_gemv(c.memory.address(x), T, columns, floats, c.error, where))
+        branch, c.branch_before = c.branch_before, None
+        c.add(float_gemv(c.memory.address(x), T, columns, floats, c.error, where, branch))
     c.join()
 
 
@@ -265,10 +216,10 @@ LOWERING: dict[str, Callable[[Lowering, Op], None]] = {
     "embed": _embed,
     "ngram_wait": _ngram_wait,
     "ngram_mix": _ngram_mix,
-    "hc_norm": _hc_norm,
-    "hc_squeeze": _hc_squeeze,
-    "hc_mix": _hc_mix,
-    "hc_add": _hc_add,
+    "hc_norm": hc_ops.hc_norm,
+    "hc_squeeze": hc_ops.hc_squeeze,
+    "hc_mix": hc_ops.hc_mix,
+    "hc_add": hc_ops.hc_add,
     "linear": _linear,
     "gdn_conv": _gdn_conv,
     "gdn_heads": _gdn_heads,

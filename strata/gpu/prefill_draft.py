@@ -22,13 +22,10 @@ class DraftChunks:
 
     def __init__(self, program: Program, chunks: Chunks, streams: int):
         self.program, self.chunks, self._streams = program, chunks, streams
-        T, C = program.buffers["mtp.one"].shape
-        ones = np.ones((T, C), np.float32)
-        at = chunks.device.alloc(ones.nbytes)
-        chunks.device.upload(at, ones)
+        self._ones = np.ones(program.buffers["mtp.one"].shape, np.float32)
         self._row_bytes = 4 * program.buffers["mtp.x"].shape[1]
-        self.arena = ChunkMemory(program, chunks.arena.memory, {"mtp.x": streams, "mtp.one": at})
-        launches = self._lower(T).launches
+        self.arena = ChunkMemory(program, chunks.arena.memory, {"mtp.x": streams}, ("mtp.one",))
+        launches = self._lower(program.T).launches
         needed, room = self.arena.measured(), chunks.arena.n_bytes
         need(needed <= room, "memory of a chunk for its draft layer", found=room, needed=needed)
         self.arena.lie_at(chunks.arena.base)
@@ -49,6 +46,7 @@ class DraftChunks:
             self.arena.elsewhere["mtp.x"] = self._streams + (first_row + first) * self._row_bytes
             c.device.upload(self.arena.address("mtp.tokens"), part)
             c.device.upload(self.arena.address("mtp.pos"), np.array([position + first], np.int64))
+            c.device.upload(self.arena.address("mtp.one"), self._ones)
             low = self._lower(len(part))
             done.append(low)
             c.device.run([*inbox(c.host_out.ctypes.data, c.arena.error, 0, c.arena.error), *low.launches,

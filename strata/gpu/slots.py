@@ -19,6 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from strata.base.errors import BadArgument, StrataError, need
+from strata.base.progress import UPLOADING, report
 from strata.gpu.device import Device
 from strata.gpu.gemv import Place
 from strata.gpu.memory import MADE_UP, aligned
@@ -245,11 +246,15 @@ class ExpertSlots:
         what was uploaded.
         """
         chosen = self._choose(order)
+        sizes = [len(pairs) * self.experts.blob_bytes(layer) for layer, pairs in enumerate(chosen)]
         for layer, pairs in enumerate(chosen):
+            if pairs:
+                report(UPLOADING, sum(sizes[:layer]), sum(sizes), f"experts of layer {layer}")
             for part in range(3):
                 for expert, slot in sorted(pairs):
                     self._queue(layer, expert, slot, [part])
         self._uploader.finish()
+        report(UPLOADING, sum(sizes), sum(sizes))
         for layer, pairs in enumerate(chosen):
             for expert, slot in pairs:
                 self._enter(layer, expert, slot)

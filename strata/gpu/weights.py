@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from strata.base.errors import ModelError
+from strata.base.progress import UPLOADING, report
 from strata.gpu.device import Device
 from strata.gpu.gemv import Place, relayout_bytes
 from strata.gpu.memory import MADE_UP, aligned
@@ -126,7 +127,10 @@ class Weights:
 
         Without an order, slots that kernels read through the table are left to whoever swaps.
         """
+        done, total = 0, sum(p.n_bytes for p in self._pieces)
         for p in self._pieces:
+            report(UPLOADING, done, total, str(p.key[0]))
+            done += p.n_bytes
             for part in p.parts():
                 assert part.at + part.data.nbytes <= p.n_bytes or part.format, p
                 target = p.at + self._base + part.at
@@ -135,6 +139,7 @@ class Weights:
                 else:
                     uploader.matrix(part.format, target, part.data)
         uploader.finish()
+        report(UPLOADING, done, total)
         if order is not None or not self.slots.by_table:
             self.slots.fill(order)
 

@@ -95,8 +95,8 @@ class ExpertLayout:
         return np.array([[p.ggml_type for p in layer.projections] for layer in self.layers], np.int32)
 
     def placed_at(self, addresses: np.ndarray) -> ExpertLayout:
-        """The same experts with (L, E, 3) int64 `addresses` of gate, up and down: a view, whoever owns them may move them.
-        `raw` still reads the mapping."""
+        """The same experts with (L, E, 3) int64 `addresses` of gate, up and down: a view, which whoever owns it may
+        change. `raw` still reads the mapping."""
         need(addresses.shape == (self.n_layers, self.E, len(PARTS)) and addresses.dtype == np.int64
              and addresses.flags.c_contiguous, "addresses of experts", found=f"{addresses.dtype} {addresses.shape}",
              needed=f"int64 ({self.n_layers}, {self.E}, {len(PARTS)})")  # fmt: skip

@@ -13,10 +13,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from strata.base.errors import BadArgument, Closed, FileError, ModelError, StrataError, need
+from strata.base.errors import BadArgument, Closed, FileError, StrataError, need
 from strata.base.geometry import NgramGeometry
 from strata.pack.formats import BlockFormat
-from strata.pack.gguf_file import GgufFile, TensorInfo
+from strata.pack.gguf_file import GgufFile
+from strata.pack.ngram_check import check_table
 from strata.pack.ngram_jobs import (
     CANCELLED,
     ERROR,
@@ -51,7 +52,6 @@ from strata.pack.ngram_rows import (
 from strata.pack.ngram_ticket import Buffers, NgramStats, Ticket, capacity_of
 
 TABLE_NAME = "per_layer_token_embd.weight"
-ORDERS = (2, 3)
 MODES = ("mapped", "direct")
 SLOW_READ_US = 3.0
 """Rows that take longer than this come from the disk and not from the page cache; a row in memory takes below 1 us."""
@@ -69,6 +69,7 @@ class NgramTable:
                 None: as long as the rows of the last `collect` came from the disk (the request costs 1 us a row)
     mode        "mapped": through the file's mapping and the page cache. "direct": past it, in pages of 4 KiB, up to
                 `depth` at a time; such a table must be closed
+    queued      direct: by the system's queue for reads where it has one; False: by a thread a read
 
     limit_s     how long `collect` waits for the disk (direct)
 
@@ -85,9 +86,10 @@ class NgramTable:
         name: str = TABLE_NAME,
         mode: str = "mapped",
         depth: int = READS_IN_FLIGHT,
+        queued: bool = True,
     ):
         tensor = gguf.info(name)
-        _check(tensor, geometry)
+        check_table(tensor, geometry)
         if cache_rows < 0:
             raise BadArgument("cache_rows", found=cache_rows, needed="0 or more")
         need(mode in MODES, "mode of the n-gram table is unknown", found=repr(mode), needed=" or ".join(MODES))
@@ -122,7 +124,7 @@ class NgramTable:
         self._delivered: Buffers | None = None
         self.reader: PageReader | None = None
         if mode == "direct":
-            self.reader = PageReader(gguf, name, self._kind, self.row_width, half, _IQ4_NL_LEVELS, depth)
+            self.reader = PageReader(gguf, name, self._kind, self.row_width, half, _IQ4_NL_LEVELS, depth, queued)
             self._warm_up()
 
     def _warm_up(self) -> None:
@@ -365,27 +367,6 @@ def _integers(values: np.ndarray, axes: int, what: str, shape: str) -> np.ndarra
     if array.ndim != axes or (array.dtype.kind not in "iu" and array.size):
         raise BadArgument(what, found=f"{array.dtype} {array.shape}", needed=f"integers {shape}")
     return np.ascontiguousarray(array, np.int64)
-
-
-def _check(tensor: TensorInfo, g: NgramGeometry) -> None:
-    def fits(condition: bool, what: str, found: object, needed: object) -> None:
-        if not condition:
-            raise ModelError(f"n-gram table '{tensor.name}': {what}", found=found, needed=needed)
-
-    fits(len(tensor.shape) == 2, "shape", tensor.shape, "(rows, row width)")
-    fits(tensor.shape[1] == g.row_width, "row width", tensor.shape[1], g.row_width)
-    fits(tensor.format.name != "I8", "row type", "I8", "a floating-point or quantised type")
-    fits(g.order in ORDERS, "n-gram order", g.order, " or ".join(map(str, ORDERS)))
-    fits(len(g.multipliers) == g.order, "hash multipliers", len(g.multipliers), g.order)
-    fits(all(0 < m < 2**63 for m in g.multipliers), "hash multipliers", g.multipliers, "above 0 and below 2^63")
-    fits(g.heads > 0, "heads", g.heads, "at least 1")
-    fits(len(g.moduli) == g.heads, "hash moduli", len(g.moduli), g.heads)
-    fits(len(g.offsets) == g.heads, "hash offsets", len(g.offsets), g.heads)
-    fits(min(g.moduli) > 0, "hash moduli", g.moduli, "above 0")
-    fits(min(g.offsets) >= 0, "hash offsets", g.offsets, "0 or more")
-    end = max(m + o for m, o in zip(g.moduli, g.offsets, strict=True))
-    fits(max(end, sum(g.moduli)) <= tensor.shape[0], "rows", tensor.shape[0], f"at least {max(end, sum(g.moduli))}")
-    fits(0 <= g.reset_token <= (2**63 - 1) // max(g.multipliers), "reset token", g.reset_token, "one the hash can take")
 
 
 Spread = Callable[[np.ndarray, np.ndarray, int, np.ndarray], None]

@@ -14,13 +14,17 @@ pipe ends its readers. A job is one ticket: an int64 record of addresses and cou
 
 from __future__ import annotations
 
+import errno
+
 import numpy as np
 
 from strata.base.compiled import cached_njit
 from strata.pack.ngram_rows import spread_bytes, spread_f16, spread_iq4_nl, spread_q8_0
 from strata.pack.ngram_words import (
+    EINTR,
     byte_rows,
     clock_ns,
+    completed,
     floats,
     ints,
     last_error,
@@ -31,6 +35,7 @@ from strata.pack.ngram_words import (
     send,
     sleep_us,
     store_release,
+    submit,
 )
 
 READ_BYTES = 4096
@@ -50,8 +55,9 @@ SHORT; the offset in the file; bytes read), and when it ended."""
 
 (FD, TABLE_OFFSET, ROW_BYTES, FILE_BYTES, DEPTH, KIND, OUT_WIDTH, BUFFERS, QUEUE, LATENCY_US, FAIL_AT, SHORT_AT,
  READS_ASKED, SPEC_WORDS) = range(14)
-"""What all jobs of a table share. BUFFERS is the address of DEPTH pages, QUEUE a queue of the system's or 0. LATENCY_US, FAIL_AT and SHORT_AT put faults in, for tests: a delay before every read,
-and the number of the read, counted from 1 by READS_ASKED, that fails or is cut; 0 is never."""
+"""What all jobs of a table share. BUFFERS is the address of DEPTH pages, QUEUE a queue of the system's or 0. The others
+put faults in, for tests: a delay of every read, and the number of the read, counted from 1 by READS_ASKED, that fails
+or is cut; 0 is never."""
 # fmt: on
 
 RUNNING, LANDED_ALL, FAILED = 0, 1, -1
@@ -68,7 +74,7 @@ _FAIL, _CUT = 1, 2
 _EIO, _EAGAIN = errno.EIO, errno.EAGAIN
 
 _IOCB_WORDS, _EVENT_WORDS = 8, 4
-SCRATCH_WORDS = _IOCB_WORDS + 1 + _EVENT_WORDS + 3
+SCRATCH_WORDS = _IOCB_WORDS + 1 + _EVENT_WORDS + 2
 """Scratch of `serve_jobs` for every read in flight."""
 
 
@@ -174,55 +180,64 @@ def read_pages(requests, results, buffer, words, spec):
 
 
 @cached_njit
+def _prepare(record, slot, page, spec):
+    """Writes the system's record (an iocb) for reading a page of the file into the buffer of a slot."""
+    record[:] = 0
+    record[0] = slot
+    record[2] = spec[FD] << 32  # above the code of a plain read, which is 0
+    record[3], record[4], record[5] = spec[BUFFERS] + slot * READ_BYTES, READ_BYTES, page * READ_BYTES
+
+
+@cached_njit
+def _submit_all(queue, n, pointers):
+    """Gives n prepared reads to the queue: (how many it took, errno or 0)."""
+    done = 0
+    while done < n:
+        taken = submit(queue, n - done, pointers[done:].ctypes.data)
+        if taken > 0:
+            done += taken
+        elif last_error() != EINTR:
+            return done, last_error()
+    return done, np.int64(0)
+
+
+@cached_njit
 def _read_queued(at, spec, words):
     """Reads the pages of a job through the system's queue; False after a failure, which the job then names."""
     job, depth = longs(at, JOB_WORDS), spec[DEPTH]
     pointers, events = words[_IOCB_WORDS * depth :], words[(_IOCB_WORDS + 1) * depth :]
-    free, page_of, faults = (words[(SCRATCH_WORDS - k) * depth :] for k in (3, 2, 1))
+    free, page_of = words[(SCRATCH_WORDS - 2) * depth :], words[(SCRATCH_WORDS - 1) * depth :]
     for slot in range(depth):
         free[slot] = slot
-    n_pages, asked, back, good = job[N_PAGES], 0, 0, True
+    pages = longs(job[PAGES], job[N_PAGES])
+    n_pages, asked, back, n_free, good = job[N_PAGES], 0, 0, depth, True
     while back < asked or (good and asked < n_pages):
-        more = min(depth - (asked - back), n_pages - asked) if good else 0
+        more = min(n_free, n_pages - asked) if good else 0
         for i in range(more):
-            slot = free[depth - (asked - back) - 1 - i]
-            page_of[slot] = asked + i
+            slot = free[n_free - 1 - i]
             record = words[_IOCB_WORDS * slot : _IOCB_WORDS * (slot + 1)]
-            record[:] = 0
-            record[0] = slot
-            record[2] = spec[FD] << 32  # above the code of a plain read, which is 0
-            record[3], record[4] = spec[BUFFERS] + slot * READ_BYTES, READ_BYTES
-            record[5] = longs(job[PAGES], n_pages)[asked + i] * READ_BYTES
+            _prepare(record, slot, pages[asked + i], spec)
+            page_of[slot] = asked + i
             pointers[i] = record.ctypes.data
-        done = 0
-        while done < more:
-            n = submit(spec[QUEUE], more - done, pointers[done:].ctypes.data)
-            if n > 0:
-                done += n
-                continue
-            error = last_error()
-            if error == EINTR:
-                continue
-            if error != _EAGAIN or asked + done == back:
-                good = False
-                note_failure(job, asked + done, error)
-            break
-        for i in range(done):
-            faults[page_of[free[depth - (asked - back) - 1 - i]]] = 0
-        asked += done
+        done, error = _submit_all(spec[QUEUE], more, pointers)
+        asked, n_free = asked + done, n_free - done
+        if error and (error != _EAGAIN or asked == back):
+            good = False
+            note_failure(job, asked, error)
         if asked == back:
             break
         if spec[LATENCY_US] > 0:
             sleep_us(spec[LATENCY_US])
         got = completed(spec[QUEUE], depth, events.ctypes.data)
         if got < 0:
-            note_failure(job, 0, last_error())
+            note_failure(job, back, last_error())
             return False
         for i in range(got):
             slot = events[_EVENT_WORDS * i]
-            p = page_of[slot]
-            status = take_page(job, p, spec[BUFFERS] + slot * READ_BYTES, events[_EVENT_WORDS * i + 2], 0, spec)
-            free[depth - (asked - back)] = slot
+            buffer, p = spec[BUFFERS] + slot * READ_BYTES, page_of[slot]
+            status = take_page(job, p, buffer, events[_EVENT_WORDS * i + 2], next_fault(spec), spec)
+            free[n_free] = slot
+            n_free += 1
             back += 1
             if status and good:
                 good = False
@@ -235,8 +250,8 @@ def _read_queued(at, spec, words):
 
 
 @cached_njit
-def _read_all(at, requests, results, spec, words):
-    """Reads the pages of a job, up to DEPTH at a time; False after a failure, which the job then names."""
+def _read_by_workers(at, requests, results, spec, words):
+    """Reads the pages of a job through the workers; False after a failure, which the job then names."""
     job = longs(at, JOB_WORDS)
     record, n_pages, asked, back, good = words.ctypes.data, job[N_PAGES], 0, 0, True
     while back < asked or (good and asked < n_pages):
@@ -279,7 +294,7 @@ def spread_rows(kind, staging, index, half, levels, out):
 
 @cached_njit
 def serve_jobs(commands, requests, results, spec, half, levels, words):
-    """Serves jobs one after the other until `commands` is closed; words (2 DEPTH + 2,) int64 scratch.
+    """Serves jobs one after the other until `commands` is closed; words (SCRATCH_WORDS DEPTH,) int64 scratch.
 
     A job ends with its done word, if it has one, and then with STATE: after that nothing here touches it any more.
     """
@@ -301,7 +316,10 @@ def serve_jobs(commands, requests, results, spec, half, levels, words):
                 ints(job[FIRST], rows + 1),
                 ints(job[ENTRIES], rows),
             )
-            good = _read_all(at, requests, results, spec, words)
+            if spec[QUEUE]:
+                good = _read_queued(at, spec, words)
+            else:
+                good = _read_by_workers(at, requests, results, spec, words)
         else:
             job[ERROR] = STOPPED
         if good and job[OUT]:

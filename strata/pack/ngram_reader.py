@@ -17,6 +17,7 @@ from strata.base.errors import Closed, StrataError, need
 from strata.pack import ngram_jobs as jobs
 from strata.pack.gguf_file import GgufFile
 from strata.pack.ngram_jobs import READ_BYTES, read_pages, serve_jobs
+from strata.pack.ngram_words import HAS_QUEUE, close_queue, open_queue
 
 log = logging.getLogger("strata")
 
@@ -29,7 +30,7 @@ CLOSE_LIMIT_S = 10.0
 
 def reader_bytes(depth: int = READS_IN_FLIGHT) -> int:
     """Memory of a reader: a page and a record for every read in flight."""
-    return depth * (READ_BYTES + 8 * 4) + 8 * (2 * depth + 2 + jobs.SPEC_WORDS)
+    return depth * (READ_BYTES + 8 * 4 + 8 * jobs.SCRATCH_WORDS) + 8 * jobs.SPEC_WORDS
 
 
 def direct_problem(gguf: GgufFile, name: str) -> str | None:
@@ -67,6 +68,7 @@ class PageReader:
 
     kind and out_width say how rows are dequantised, -1 for a type that is not: such jobs must have no OUT.
     half, levels  tables of the dequantisers
+    queued        False: with a worker a read even where the system has queues for reads
 
     StrataError where the file cannot be read this way: `direct_problem`.
     """
@@ -80,6 +82,7 @@ class PageReader:
         half: np.ndarray,
         levels: np.ndarray,
         depth: int = READS_IN_FLIGHT,
+        queued: bool = True,
     ):
         need(0 < depth <= MOST_READS_IN_FLIGHT, "reads in flight", found=depth, needed=f"1 to {MOST_READS_IN_FLIGHT}")
         problem = direct_problem(gguf, name)
@@ -92,11 +95,14 @@ class PageReader:
         self.path, self.depth = shard.path, depth
         self.spec = np.zeros(jobs.SPEC_WORDS, np.int64)
         self._words = np.zeros((depth, 4), np.int64)
-        self._records = np.zeros(2 * depth + 2, np.int64)
+        self._records = np.zeros(jobs.SCRATCH_WORDS * depth, np.int64)
         self._pages = mmap.mmap(-1, depth * READ_BYTES)
         fd = _open(self.path)
-        self.spec[: jobs.LATENCY_US] = (fd, tensor.offset, tensor.row_bytes, shard.file_bytes, depth, kind, out_width)
         address = np.frombuffer(self._pages, np.uint8).ctypes.data
+        self.spec[: jobs.QUEUE] = (
+            fd, tensor.offset, tensor.row_bytes, shard.file_bytes, depth, kind, out_width, address
+        )  # fmt: skip
+        self.queued = queued and HAS_QUEUE and open_queue(depth, self.spec[jobs.QUEUE :].ctypes.data) == 0
         self._compile(half, levels, address)
         commands, requests, results = os.pipe(), os.pipe(), os.pipe()
         self._post_fd = commands[1]
@@ -113,9 +119,9 @@ class PageReader:
                 name=f"strata-ngram-{k}",
                 daemon=True,
             )
-            for k in range(depth)
+            for k in range(0 if self.queued else depth)
         ]
-        memory = (self._pages, self._words, self._records, self.spec, half, levels)
+        memory = (self.spec, self._pages, self._words, self._records, half, levels)
         self._stop = weakref.finalize(self, _stop, server, workers, (commands, requests, results), fd, memory)
         for thread in (server, *workers):
             thread.start()
@@ -125,7 +131,8 @@ class PageReader:
         ends, sink = os.pipe(), os.open(os.devnull, os.O_WRONLY)
         os.close(ends[1])
         serve_jobs(ends[0], sink, ends[0], self.spec, half, levels, self._records)
-        read_pages(ends[0], sink, address, self._words[0], self.spec)
+        if not self.queued:
+            read_pages(ends[0], sink, address, self._words[0], self.spec)
         os.close(ends[0])
         os.close(sink)
 
@@ -170,6 +177,9 @@ def _stop(
             log.warning("the disk does not answer: reads of the n-gram table are left behind")
             _LEFT_BEHIND.append(memory)
             return
+    queue = int(memory[0][jobs.QUEUE])
+    if queue:
+        close_queue(queue)
     for each in (commands[0], requests[0], *results, fd):
         os.close(each)
 

@@ -58,10 +58,12 @@ def write_table(path: Path, n_bytes: int, seed: int = 0) -> None:
         os.fsync(file.fileno())
 
 
-def measure(path: Path, depths: Sequence[int], sizes: Sequence[int], seconds: float) -> Iterator[Reading]:
+def measure(
+    path: Path, depths: Sequence[int], sizes: Sequence[int], seconds: float, queued: bool = True
+) -> Iterator[Reading]:
     """Readings of a table written by `write_table`, for every depth and then mapped, each for every number of rows.
 
-    seconds: of one reading. Mapped readings start with nothing of the table in memory.
+    seconds: of one reading; queued: as of `NgramTable`. Mapped readings start with nothing of the table in memory.
     """
     with GgufFile(path) as gguf:
         rows = gguf.info(TABLE_NAME).rows
@@ -72,7 +74,7 @@ def measure(path: Path, depths: Sequence[int], sizes: Sequence[int], seconds: fl
             offsets=tuple(share * i for i in range(HEADS)),
         )  # fmt: skip
         for depth in depths:
-            table = NgramTable(gguf, geometry, 0, mode="direct", depth=depth)
+            table = NgramTable(gguf, geometry, 0, mode="direct", depth=depth, queued=queued)
             try:
                 for size in sizes:
                     yield _time(table, depth, size, seconds)

@@ -255,7 +255,9 @@ def _split(
     if not all(p.format.group for layer in layout.layers for p in layer.projections):
         return None
     plain = {form: gpu_private_bytes(gguf, geometry, layout, form=form) for form in FORMS}
-    drafted = plain if held is None else {f: gpu_private_bytes(gguf, geometry, layout, held, draft_rows, f) for f in FORMS}
+    drafted = plain
+    if held is not None:
+        drafted = {form: gpu_private_bytes(gguf, geometry, layout, held, draft_rows, form) for form in FORMS}
     return split_facts(Tensors(gguf), layout, geometry.K, plain, drafted)
 
 
@@ -292,7 +294,7 @@ def plan_file(path: str | Path, *, machine: Machine | None = None, measure: bool
     """Plan the load of a GGUF file (any shard) on `machine`, this one by default. Reads headers only.
 
     measure  time the CPU kernels of the file's types on this machine instead of taking listed rates
-    options  those of PlanOptions; besides, `draft` may be what a load takes (a path, None, an object that drafts by
+    options  those of PlanOptions; besides, `slots` may be "all", `draft` what a load takes (a path, None, an object that drafts by
              itself) and `profile` the path of a profile file
 
     Raises FileError or ModelError for a file that cannot be planned, BadArgument for options.
@@ -304,8 +306,11 @@ def plan_file(path: str | Path, *, machine: Machine | None = None, measure: bool
     elif isinstance(draft, str | Path) and draft not in DRAFTS:
         options = {**options, "draft": "auto"}
     profile = options.get("profile")
-    make_options(**{**options, "profile": None})
+    everything = options.get("slots") == "all"
+    make_options(**{**options, "profile": None, **({"slots": None} if everything else {})})
     facts = read_facts(path, draft)
+    if everything:
+        options = {**options, "slots": facts.n_pairs}
     if isinstance(profile, str | Path):
         options = {**options, "profile": read_profile(profile, facts.geometry.L, facts.geometry.E)}
     costs = measure_costs(types_of(facts)) if measure else None

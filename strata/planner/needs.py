@@ -220,7 +220,8 @@ def draft_lines(g: Geometry, draft: DraftFacts, context: int, kv: str, sessions:
     if not on_cpu:
         ids = aligned(4 * draft.vocabulary) if draft.head_bytes else 0
         rows = sessions * aligned(DRAFT_RING_ROWS * g.CD * 4) + ids
-        lines.append(PlanLine("draft rows", device, rows, f"{each}streams of {DRAFT_RING_ROWS} rows; tokens of the head"))
+        what = f"{each}streams of {DRAFT_RING_ROWS} rows; tokens of the head"
+        lines.append(PlanLine("draft rows", device, rows, what))
     if on_cpu:
         where = "used in place, in the draft layer's own files"
         lines.insert(1, PlanLine("draft layer (mapped)", device, draft.mapped_bytes, where, kind="map"))

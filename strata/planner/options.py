@@ -37,8 +37,8 @@ class PlanOptions:
     reserve_mib  VRAM left free; None = 700, less on small cards
     hit_rate     share of routed experts found in VRAM, when it is known; None = from profile or uniform
     profile      ranking of (layer, expert) pairs
-    pcie_share   share of the experts that VRAM lacks for the GPU to read over PCIe: None = by cost where RAM holds experts
-                 locked; 0 = none; above 0 with "mapped" locks the file's pages in place
+    pcie_share   share of the experts that VRAM lacks for the GPU to read over PCIe: None = by cost where RAM holds
+                 experts locked; 0 = none; above 0 with "mapped" locks the file's pages in place
     threads      CPU workers; None = one per usable core, one less beside a GPU
     vram_gib, ram_gib   caps on what may be taken
     """

@@ -254,7 +254,12 @@ def _ram_beside_gpu(m: ModelFacts, machine: Machine, o: PlanOptions, host: list[
         in_ram = max(0, min(complement, room))
         lines.append(
             PlanLine(
-                "experts (mapped)", "ram", file_bytes, "pages of the file, cached by the system", kind="map", held=in_ram
+                "experts (mapped)",
+                "ram",
+                file_bytes,
+                "pages of the file, cached by the system",
+                kind="map",
+                held=in_ram,
             )
         )
         short = complement - in_ram

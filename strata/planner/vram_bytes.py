@@ -64,8 +64,8 @@ def private_bytes(
 ) -> int:
     """Scratch that ops of the programs ask for besides buffers, without what depends on the context.
 
-    format_of: tensor name -> format. Ops that use one name share the place. form: None where VRAM holds all experts, else
-    whether any layer has slots, and whether experts may come over the link.
+    format_of: tensor name -> format. Ops that use one name share the place. form: None where VRAM holds all experts,
+    else whether any layer has slots, and whether experts may come over the link.
     """
     largest: dict[str, int] = {}
     for program in programs:

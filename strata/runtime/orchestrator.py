@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from strata.base.errors import StrataError
 from strata.base.geometry import Geometry
 from strata.base.program import Allocation, Op, ProgramSet
 from strata.cpu.miss_server import MissServer
@@ -72,8 +73,8 @@ class Orchestrator:
     pool    threads of the service              tiers  residency; there from `begin` on
     stats   sums over windows                   device, layout, setup  as given
 
-    Build it before the backend, which takes hybrid, slots and store; call `begin` when the backend is there. If building
-    the backend fails: `quiet`, close the device, `close`.
+    Build it before the backend, which takes hybrid, slots and store; call `begin` when the backend is there. If the
+    backend cannot be built: `quiet`, close the device, `close`.
     """
 
     def __init__(self, device: Device, tensors: Tensors, layout: ExpertLayout, K: int, setup: TierSetup):
@@ -84,6 +85,7 @@ class Orchestrator:
         self._gap_ms: float | None = None
         self._ended = self._began = 0.0
         self._rows = 0
+        self._torn = False
         with ExitStack() as undo:
             self.slots = ExpertSlots(layout, setup.slots, by_table=True)
             self.store = ExpertStore(layout, tensors.gguf, device, setup.mode)
@@ -143,11 +145,15 @@ class Orchestrator:
 
     def launched(self) -> None:
         """Before a window."""
-        self._began = time.perf_counter()
+        if self._torn:
+            raise StrataError("an exchange of experts between VRAM and RAM was interrupted", needed="every expert in "
+                              "one of them", advice="Load the model again.")  # fmt: skip
+        began = time.perf_counter()
         if self._ended:
-            gap_ms = (self._began - self._ended) * 1e3
+            # A pause between answers is no time that copies may count on in the middle of one.
+            gap_ms = min(began - self._ended, self._ended - self._began) * 1e3
             self._gap_ms = gap_ms if self._gap_ms is None else self._gap_ms + GAP_MEMORY * (gap_ms - self._gap_ms)
-        self._rows = 0
+        self._began, self._rows = began, 0
 
     def ended(self, T: int) -> None:
         """After a window of T rows that went well; `committed` counts its routing."""
@@ -162,8 +168,10 @@ class Orchestrator:
             self.tiers.observe(self.hybrid.routed(rows), n_keep)
             if self._gap_ms is not None:
                 self.tiers.hidden_ms = self._gap_ms * self.tiers.rules.every
+            self._torn = self.setup.mode == "resident"
             self.tiers.between_windows()
             self._tell_link()
+            self._torn = False
 
     # ---- facts
 

@@ -128,7 +128,7 @@ ASKING_SHARE = 0.006
 LONGEST_REST = 64
 """Rounds."""
 
-CHEAP_DRAFT_MS = 0.2
+CHEAP_DRAFT_MS = 0.15
 """A draft of less is made at once with those that will probably follow it: asking the policy between two drafts, and
 waiting for the backend, takes more time than a draft in vain now and then."""
 

@@ -1,9 +1,9 @@
 """Driver of the draft layer (MTP) for one session: keeps its K and V in step with the conversation, makes drafts.
 
 Cell i of the draft layer needs the trunk's streams of row i and the token after it, so the last row always waits for
-its token. Streams of the last rows wait in the backend, in a ring by position; here are only tokens and counts. Prompt
-rows are stored at once. In rounds without drafts, rows only queue up; when drafting resumes, at most the last QUEUE_ROWS
-are stored and the layer attends from there, so that not drafting costs a copy of 4 streams a token.
+its token. Streams of the last rows wait in the backend, in a ring by position; here are only tokens and counts.
+Prompt rows are stored at once. In rounds without drafts, rows only queue up; when drafting resumes, at most the last
+QUEUE_ROWS are stored and the layer attends from there, so that not drafting costs a copy of 4 streams a token.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class MtpDrafter:
         """Forget everything: the session is empty, or holds `rows` rows that the draft layer never saw."""
         self._rows = rows  # rows seen; the last of them waits for the token after it
         self._first = rows  # cells before this one were skipped
-        self._done = rows  # cells before this one are stored or skipped; _rows after a draft step, which stores the last
+        self._done = rows  # cells before this one are stored or skipped; _rows after a draft step: it stores the last
         self._drafted_after = -1  # the token that the draft step took for the one after the last row
 
     def rows_kept(self, state: State, tokens: np.ndarray, eager: bool) -> None:

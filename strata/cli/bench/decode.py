@@ -18,6 +18,7 @@ import strata
 from strata.base.errors import need
 from strata.base.geometry import CELL_ROWS, CONTEXT_RESERVE
 from strata.cli import flags
+from strata.cli.experts_text import expert_lines
 from strata.cli.output import Bar, working
 from strata.measure import KINDS, PROMPT_TOKENS, DraftingSpeed, Pair, Sample, Speed
 from strata.planner.machine import Machine
@@ -38,6 +39,10 @@ def command(
     prefill: flags.Prefill = "auto",
     device: flags.Device = None,
     vram_gib: flags.VramGib = None,
+    slots: flags.Slots = None,
+    experts: flags.Experts = None,
+    pcie_share: flags.PcieShare = None,
+    profile: flags.Profile = None,
     draft: flags.Draft = "auto",
     json_: flags.Json = False,
 ) -> None:
@@ -60,7 +65,7 @@ def command(
     load_average = os.getloadavg()[0]
     with flags.loaded(
         model, context=context, threads=threads, pin=pin, kv=kv, prefill=prefill, draft=draft, device=device,
-        vram_gib=vram_gib,
+        vram_gib=vram_gib, slots=flags.slots(slots), experts=experts, pcie_share=pcie_share, profile=profile,
     ) as loaded:  # fmt: skip
         text = _stored("prompt.txt")
         bench = Speed(loaded, text)
@@ -91,12 +96,14 @@ def command(
                 "tokens_per_s": _spread([1e6 / s.wall_us for s in plain]),
                 "cpu_threads_busy": round(statistics.median(s.busy for s in plain), 2),
                 "us_per_token": _split(split),
+                "shared_us_per_token": _shared(split),
                 "profiled_tokens_per_s": _spread([1e6 / s.wall_us for s in split]),
                 "jobs_per_token": round(statistics.median(s.jobs for s in split), 1),
                 "job_overhead_us": round(bench.overhead_us, 3),
             },
             "prefill": {"tokens": prefill_tokens, "mode": prefill, "tokens_per_s": _spread(reading)},
             "ops_us_per_token": _ops(split),
+            "experts": loaded.stats()["experts"],
             "drafting": drafting,
         }
     typer.echo(json.dumps(report, indent=2) if json_ else "\n".join(_text(report, ops)))
@@ -154,6 +161,12 @@ def _split(samples: list[Sample]) -> dict[str, float]:
     return {name: round(us, 2) for name, us in middle.parts().items()}
 
 
+def _shared(samples: list[Sample]) -> dict[str, float] | None:
+    """The same where experts are shared with the CPU."""
+    middle = sorted(samples, key=lambda s: s.wall_us)[len(samples) // 2]
+    return {name: round(us, 2) for name, us in middle.shared_parts().items()} if middle.experts else None
+
+
 def _ops(samples: list[Sample]) -> dict[str, float]:
     medians = {kind: statistics.median(s.ops[kind] for s in samples) for kind in samples[0].ops}
     return {kind: round(us, 2) for kind, us in sorted(medians.items(), key=lambda item: -item[1]) if us > 0}
@@ -195,11 +208,19 @@ def _text(report: dict[str, Any], ops: bool) -> list[str]:
     for name, us, detail in (("kernels", parts["kernels"], ""), ("join", parts["join"], jobs),
                              ("Python", python, inside), ("text", parts["text"], "")):  # fmt: skip
         lines.append(f"  {name:<9}{us:>9.1f} us  {100 * us / parts['wall']:>5.1f} %  {detail}".rstrip())
+    if decode["shared_us_per_token"] is not None:
+        lines += ["", *_shared_text(decode["shared_us_per_token"]), "", *expert_lines(report["experts"])]
     if report["drafting"] is not None:
         lines += ["", *_drafting_text(report["drafting"])]
     if ops:
         lines += ["", "op (join included)"]
         lines += [f"  {kind:<18}{us:>9.1f} us" for kind, us in report["ops_us_per_token"].items()]
+    return lines
+
+
+def _shared_text(parts: dict[str, float]) -> list[str]:
+    lines = ["experts shared with the CPU; parts of a token"]
+    lines += [f"  {name:<22}{us:>10.1f} us  {100 * us / parts['wall']:>5.1f} %" for name, us in parts.items()]
     return lines
 
 

@@ -66,7 +66,7 @@ def command(
     spec = SynthSpec.of_types(experts, layers=layers, experts=n_experts, vocabulary=vocabulary, seed=seed,
                               distinct_pieces=DISTINCT_PIECES)  # fmt: skip
     report: dict[str, Any] = {"command": " ".join(["strata", *sys.argv[1:]]), "card": asdict(other)}
-    with _path(model, spec, threads) as path:
+    with model_path(model, spec, threads) as path:
         report |= {"model": str(path), "spec": None if model is not None else asdict(spec)}
         report |= _measure(path, wanted, position, context, kv, routing, seed, other.bandwidth_gbps, json_)
     if json_:
@@ -85,7 +85,8 @@ def _rows(text: str) -> list[int]:
 
 
 @contextlib.contextmanager
-def _path(model: Path | None, spec: SynthSpec, threads: int | None) -> Iterator[Path]:
+def model_path(model: Path | None, spec: SynthSpec, threads: int | None) -> Iterator[Path]:
+    """The file to measure: the given one, or a model made in memory while the block runs."""
     from strata.synth import memory_model
 
     if model is not None:

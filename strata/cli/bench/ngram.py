@@ -15,6 +15,8 @@ from strata.base.errors import need
 from strata.cli import flags
 from strata.cli.output import working
 
+_WIDTHS = (10, 8, 9, 12, 12, 12, 10)
+
 
 def command(
     folder: Annotated[Path | None, typer.Option(help="Where the table is written; default: the temporary folder.")] =
@@ -24,6 +26,7 @@ def command(
     rows: Annotated[str, typer.Option(help="Rows asked for at once: a token has 16, a window up to 128.")] =
     "1,16,128,4096",
     seconds: Annotated[float, typer.Option(help="Length of each measurement.")] = 2.0,
+    workers: Annotated[bool, typer.Option("--workers", help="A thread a read instead of the system's queue.")] = False,
     json_: flags.Json = False,
 ) -> None:
     """Write a table of random rows, read rows of it at random places, and remove it.
@@ -41,19 +44,18 @@ def command(
         with working(f"writing {gib:g} GiB"):
             write_table(path, int(gib * (1 << 30)))
         with working("reading"):
-            found = list(measure(path, _numbers("--depths", depths), _numbers("--rows", rows), seconds))
+            sizes = _numbers("--rows", rows)
+            found = list(measure(path, _numbers("--depths", depths), sizes, seconds, queued=not workers))
     if json_:
         report = {"command": " ".join(["strata", *sys.argv[1:]]), "gib": gib, "readings": [asdict(r) for r in found]}
         typer.echo(json.dumps(report, indent=2))
         return
-    typer.echo(
-        f"{'mode':<8}{'in flight':>10}{'rows':>8}{'windows':>9}{'median us':>12}{'99 % us':>12}{'caller us':>12}{'rows/s':>10}"
-    )
+    columns = ("in flight", "rows", "windows", "median us", "99 % us", "caller us", "rows/s")
+    typer.echo(f"{'mode':<8}" + "".join(f"{name:>{w}}" for name, w in zip(columns, _WIDTHS, strict=True)))
     for r in found:
-        typer.echo(
-            f"{r.mode:<8}{r.depth or '-':>10}{r.rows:>8,}{r.windows:>9,}{r.median_us:>12,.1f}{r.p99_us:>12,.1f}"
-            f"{r.caller_us:>12,.1f}{r.rows_per_s:>10,.0f}"
-        )
+        times = (f"{us:,.1f}" for us in (r.median_us, r.p99_us, r.caller_us))
+        cells = (str(r.depth or "-"), f"{r.rows:,}", f"{r.windows:,}", *times, f"{r.rows_per_s:,.0f}")
+        typer.echo(f"{r.mode:<8}" + "".join(f"{cell:>{w}}" for cell, w in zip(cells, _WIDTHS, strict=True)))
 
 
 def _numbers(name: str, text: str) -> list[int]:

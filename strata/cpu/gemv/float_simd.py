@@ -9,6 +9,8 @@ the first cache; between segments the lanes wait in memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from llvmlite import ir
 
 from strata.base.arithmetic import MAX_LANES
@@ -25,14 +27,14 @@ _SEGMENT_STEPS = 16
 """Steps of 256 values in a segment: 16 KB of activations."""
 
 
-class _Matrix:
-    """Reads weights and activations of one kernel."""
+class Matrix:
+    """Reads weights and activations of one kernel. arguments: those of a kernel of R rows."""
 
-    def __init__(self, s: Simd, name: str, tier: int):
+    def __init__(self, s: Simd, name: str, tier: int, arguments: Sequence[Value]):
         self.s, self.name, self.width = s, name, tier // 32
         self.kind, self.value_bytes = (f32, 4) if name == "F32" else (i16, 2)
         self.masks = tier == 512 or name == "F32"
-        w, self.stride, self.n_rows, self.act, self.K, out, self.out_stride = s.args
+        w, self.stride, self.n_rows, self.act, self.K, out, self.out_stride = arguments
         self.w, self.out = s.pointer(w), s.pointer(out)
         self.spare = None if self.masks else s.scratch(2 * self.width)
 
@@ -97,7 +99,7 @@ def _halve(s: Simd, vectors: list[Value], until: int) -> list[Value]:
 class _Lanes:
     """All lanes of one output in registers; `vectors` of them."""
 
-    def __init__(self, m: _Matrix, vectors: int):
+    def __init__(self, m: Matrix, vectors: int):
         self.m, self._places = m, [m.s.variable(vector(f32, m.width)) for _ in range(vectors)]
 
     def values(self) -> list[Value]:
@@ -144,11 +146,11 @@ class _Lanes:
         b.position_at_end(done)
 
 
-def _lesser(s: Simd, x: Value, y: Value) -> Value:
+def lesser(s: Simd, x: Value, y: Value) -> Value:
     return s.b.select(s.b.icmp_signed("<", x, y), x, y)
 
 
-def _power_of_two(m: _Matrix, powers: range) -> Value:
+def power_of_two(m: Matrix, powers: range) -> Value:
     """The largest 2^k <= K of the powers k, or the first of them."""
     s = m.s
     n = s.const(i64, 1 << powers[0])
@@ -160,7 +162,7 @@ def _power_of_two(m: _Matrix, powers: range) -> Value:
 class _LongRows:
     """Rows of at least 256 values."""
 
-    def __init__(self, m: _Matrix, R: int):
+    def __init__(self, m: Matrix, R: int):
         s, b = m.s, m.s.b
         self.m, self.R, self.lanes = m, R, _Lanes(m, MAX_LANES // m.width)
         self.full = b.lshr(m.K, s.const(i64, MAX_LANES.bit_length() - 1))
@@ -194,7 +196,7 @@ class _LongRows:
         m, s, b = self.m, self.m.s, self.m.s.b
         row, x = m.row(i), m.x(r)
         first = s.times(segment, _SEGMENT_STEPS)
-        steps = _lesser(s, s.const(i64, _SEGMENT_STEPS), b.sub(self.full, first))
+        steps = lesser(s, s.const(i64, _SEGMENT_STEPS), b.sub(self.full, first))
         self.lanes.clear()
         with b.if_then(b.icmp_signed(">", segment, s.const(i64, 0))):
             self.lanes.fetch(kept)
@@ -217,18 +219,18 @@ class _LongRows:
         n_blocks = b.udiv(b.add(m.n_rows, s.const(i64, _BLOCK_ROWS - 1)), s.const(i64, _BLOCK_ROWS))
         with s.loop(n_blocks) as block:
             first = s.times(block, _BLOCK_ROWS)
-            count = _lesser(s, s.const(i64, _BLOCK_ROWS), b.sub(m.n_rows, first))
+            count = lesser(s, s.const(i64, _BLOCK_ROWS), b.sub(m.n_rows, first))
             next_block = b.mul(count, m.stride)
             with s.loop(n_segments) as segment, s.loop(self.R) as r, s.loop(count) as i:
                 place = s.at(kept, s.times(b.add(s.times(i, self.R), r), kept_bytes))
                 self._segment(b.add(first, i), r, segment, place, next_block)
 
 
-def _short_rows(m: _Matrix, R: int) -> None:
+def _short_rows(m: Matrix, R: int) -> None:
     """Rows of less than 256 values, at least a vector: so many lanes, then the rest on the same lanes."""
     s, b = m.s, m.s.b
     lanes = _Lanes(m, MAX_LANES // 2 // m.width)
-    n = _power_of_two(m, range(m.width.bit_length() - 1, MAX_LANES.bit_length() - 1))
+    n = power_of_two(m, range(m.width.bit_length() - 1, MAX_LANES.bit_length() - 1))
     with s.loop(m.n_rows) as i, s.loop(R) as r:
         row, x = m.row(i), m.x(r)
         lanes.clear()
@@ -237,10 +239,10 @@ def _short_rows(m: _Matrix, R: int) -> None:
         m.finish(i, r, lanes.values())
 
 
-def _tiny_rows(m: _Matrix, R: int) -> None:
+def _tiny_rows(m: Matrix, R: int) -> None:
     """Rows of less than a vector."""
     s, b = m.s, m.s.b
-    n = _power_of_two(m, range(m.width.bit_length() - 1))
+    n = power_of_two(m, range(m.width.bit_length() - 1))
     with s.loop(m.n_rows) as i, s.loop(R) as r:
         row, x, total = m.row(i), m.x(r), s.zero(f32, m.width)
         for start, count in ((s.const(i64, 0), n), (n, b.sub(m.K, n))):
@@ -249,7 +251,7 @@ def _tiny_rows(m: _Matrix, R: int) -> None:
 
 
 def _emit(s: Simd, name: str, R: int, tier: int) -> None:
-    m, b = _Matrix(s, name, tier), s.b
+    m, b = Matrix(s, name, tier, s.args), s.b
     long, tiny = (b.icmp_signed(sign, m.K, s.const(i64, n)) for sign, n in ((">=", MAX_LANES), ("<", m.width)))
     with b.if_then(long):
         _LongRows(m, R).write()

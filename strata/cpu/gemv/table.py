@@ -10,6 +10,10 @@ A kernel is a C function, all arguments int64:
     K                values of a row, a multiple of the format's block
     out, out_stride  float32 results: activation row r, matrix row i at out + r * out_stride + 4 i (strides in bytes)
 
+Float formats also have one for any number of activation rows, worth its preparations from about 9 on:
+
+    wide_kernel(w, w_stride, n_rows, act, K, T, out, out_stride)
+
 and a quantiser is one too, writing R records:
 
     quantise(x, K, R, x_stride, records, error_word)
@@ -30,7 +34,7 @@ import numpy as np
 
 from strata.base.compiled import CFunction
 from strata.base.errors import BadArgument
-from strata.cpu.gemv import float_simd, floats, records, records256, small256, small512, super_kernels
+from strata.cpu.gemv import float_simd, float_wide, floats, records, records256, small256, small512, super_kernels
 from strata.cpu.gemv.activations import quantise_p32, quantise_p256, swiglu_rows
 from strata.cpu.gemv.portable import QUANTISED
 from strata.cpu.gemv.rows import MOST_ROWS, record_bytes
@@ -154,6 +158,17 @@ def kernel_function(format: BlockFormat, R: int, tier: int | None = None) -> CFu
 def kernel(format: BlockFormat, R: int, tier: int | None = None) -> int:
     """Address of that kernel; compiles it on first use."""
     return kernel_function(format, R, tier).address
+
+
+def has_wide_kernel(format: BlockFormat, K: int, tier: int | None = None) -> bool:
+    """Whether there is a kernel for any number of activation rows of K values."""
+    return _checked(format, tier) != PORTABLE and format.name in float_wide.FORMATS and K >= float_wide.LEAST_VALUES
+
+
+@cache
+def wide_kernel(format: BlockFormat, tier: int | None = None) -> CFunction:
+    """That kernel, not yet compiled."""
+    return float_wide.kernel(format.name, _checked(format, tier))
 
 
 def layout_of(format: BlockFormat, tier: int | None = None) -> ActivationLayout:

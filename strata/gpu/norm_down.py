@@ -1,0 +1,56 @@
+"""The norm of hyper-connection streams together with the float products that read it, for narrow windows."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from strata.base.errors import need
+from strata.gpu.float_gemv import KINDS, FloatMatrix
+from strata.gpu.launch import Launch, Source, f32, i32, launch, pointer
+
+WIDTHS = (256, 2560)
+"""Values of a stream that the kernel is compiled for."""
+SOURCE = Source("norm_down.cu", tuple(f"norm_down<{D // 256}>" for D in WIDTHS))
+MOST_STREAMS, MOST_MATRICES = 4, 2
+MATRIX_ROWS = 3
+"""Rows of a matrix that a block multiplies."""
+
+
+def fits(C: int, D: int, n_matrices: int) -> bool:
+    """Whether `norm_down` takes streams of this shape and so many matrices."""
+    return D in WIDTHS and C <= MOST_STREAMS and 1 <= n_matrices <= MOST_MATRICES
+
+
+def norm_down(
+    x: int,
+    w: int,
+    normed: int,
+    T: int,
+    C: int,
+    D: int,
+    eps: float,
+    matrices: list[FloatMatrix],
+    error: int,
+    where: np.uint64,
+    where_squeeze: np.uint64,
+    *,
+    y: int = 0,
+    a: int = 0,
+) -> list[Launch]:
+    """normed (T, C, D) = rms norm of every stream of x (T, C, D) times w (C, D), and the matrices' outputs from it.
+
+    Matrices have C D values a row; the first may be squeezed. y, a: addresses of a branch's output (T, D) and strengths
+    (T, C) that count as added to x, or 0: x itself stays as it is, see `float_gemv.Branch`. Errors of the norm are
+    reported at `where`, those of the squeeze at `where_squeeze`. float32 addresses, 16-byte aligned matrices.
+    """
+    need(fits(C, D, len(matrices)), "streams of a norm with its products", found=(C, D, len(matrices)),
+         needed=f"up to {MOST_STREAMS} streams of {' or '.join(map(str, WIDTHS))} values, 1 or 2 matrices")  # fmt: skip
+    need((y == 0) == (a == 0), "an added branch needs y and a")
+    need(not any(m.squeeze for m in matrices[1:]), "only the first matrix of a list is squeezed")
+    words: list[np.generic] = []
+    for m in matrices + [FloatMatrix("F32", 0, 0, 0)] * (MOST_MATRICES - len(matrices)):
+        words += [pointer(m.address), pointer(m.y), i32(m.rows), i32(KINDS[m.format_name])]
+    args = (pointer(x), pointer(y), pointer(a), pointer(w), pointer(normed), i32(C), f32(eps), *words,
+            i32(matrices[0].squeeze), pointer(error), where, where_squeeze)  # fmt: skip
+    tiles = sum(-(-m.rows // MATRIX_ROWS) for m in matrices)
+    return [launch(SOURCE, f"norm_down<{D // 256}>", (tiles, T), 256, *args)]

@@ -1,0 +1,99 @@
+"""Measurements and commands around shared experts. Kernels run on the CPU through the shim, or on a GPU."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from strata import experts_speed
+from strata.base.errors import BadArgument, StrataError
+from strata.cli import app
+from strata.cli.bench.experts import lines
+from strata.cli.experts_text import expert_lines
+from strata.experts_speed import measure
+from strata.measure import Speed
+from tests.gpu.run_on_cpu import needs_compiler
+from tests.gpu.shared_model import E, K, L, answer, load, nothing_is_left, patch, path
+
+__all__ = ["nothing_is_left", "patch", "path"]
+pytestmark = needs_compiler
+
+
+@pytest.fixture(scope="module")
+def speed(path, patch):
+    with pytest.MonkeyPatch.context() as quick:
+        quick.setattr(experts_speed, "WARM_UP", 1)
+        return measure(path, windows=2, shares=(0.0, 0.5), threads=1, context=256)
+
+
+def test_every_setting_is_measured_with_its_bound(speed):
+    assert [(r.name, r.share) for r in speed.runs] == [
+        ("no slots", 0.0), ("no slots", 0.5), ("no slots", 1.0), ("hits alone", 0.0), ("half", 0.0), ("half", 0.5)
+    ]  # fmt: skip
+    for r in speed.runs:
+        assert r.window_us > 0 and r.bound_us > 0 and r.serial_us + r.shared_us == pytest.approx(r.window_us)
+        assert r.hit_entries + r.link_experts + r.cpu_experts == K * L, "one row: every entry is an expert of its own"
+        assert sum(r.waited_for.values()) == 2 * L
+    cpu, half, link, hits = (speed.runs[i] for i in (0, 1, 2, 3))
+    assert (cpu.cpu_experts, cpu.link_experts, cpu.slots) == (K * L, 0, 0)
+    assert half.link_experts == half.cpu_experts == K * L / 2
+    assert link.cpu_experts == 0 and link.waited_for["link"] == 2 * L and link.link_gbps > 0
+    assert hits.hit_entries == K * L and hits.slots == E // 2 * L and hits.waited_for["hits"] == 2 * L
+    assert json.dumps(speed.record()) and len(lines(speed)) == 4 + len(speed.runs)
+
+
+def test_the_bound_of_parts():
+    alone = experts_speed._Alone()
+    base = dict(slots=0, rows=1, wall_us=0.0, window_us=0.0, shared_us=0.0, link_gbps=0.0, cpu_gbps=0.0, waited_for={})
+    none = dict(serial_us=0.0, hits_us=0.0, link_us=0.0, cpu_us=0.0, join_us=0.0, hit_entries=0, link_experts=0,
+                cpu_experts=0)  # fmt: skip
+    for name, share, more in (("no slots", 0.0, {"cpu_us": 200.0, "cpu_experts": 10, "join_us": 7.0}),
+                              ("no slots", 1.0, {"link_us": 400.0, "link_experts": 10}),
+                              ("hits alone", 0.0, {"hits_us": 50.0, "hit_entries": 10, "serial_us": 90.0}),):
+        alone.learn(experts_speed.Run(name=name, share=share, **base, **(none | more)))
+    mixed = experts_speed.Run(name="half", share=0.5, **base | {"window_us": 200.0},
+                              **(none | {"hit_entries": 4, "link_experts": 2, "cpu_experts": 4}))  # fmt: skip
+    found = experts_speed._with_bound(mixed, alone)
+    assert found.bound_us == 90 + 80 + 7 and found.beyond_bound == pytest.approx(1 - 177 / 200)
+
+
+def test_bad_requests_are_refused(path, patch):
+    for bad in ({"rows": 9}, {"windows": 1}, {"shares": (2.0,)}):
+        with pytest.raises(BadArgument):
+            measure(path, **bad)
+    with pytest.raises((BadArgument, StrataError)):
+        measure(path, device="cpu")
+
+
+def test_the_parts_of_a_token_add_up(path, patch):
+    with load(path, slots=8, pcie_share=0.5) as model:
+        sample = Speed(model, "some text to begin with").decode(3, profile=True)
+        parts = sample.shared_parts()
+        wall = parts.pop("wall")
+        assert sum(parts.values()) == pytest.approx(wall, rel=1e-6) and min(parts.values()) >= -0.03 * wall
+        assert parts["rest of the window"] > 0 and parts["head, commit, swaps"] > 0
+        assert {"post", "wait for hits", "wait for link", "wait for cpu", "join"} <= parts.keys()
+
+
+def test_lines_for_people(path, patch):
+    with load(path, slots=8, pcie_share=0.5) as model:
+        answer(model, 1)
+        said = "\n".join(expert_lines(model.stats()["experts"]))
+        assert "of 8 slots filled" in said and "over the link" in said and "waited for" in said
+
+
+def test_commands_take_these_options(path, patch):
+    runner, model = CliRunner(), ["--model", str(path), "--context", "256", "--device", "cuda", "--threads", "1"]
+    shared = ["--slots", "5", "--experts", "pinned", "--pcie-share", "0.5", "--prefill", "windows"]
+    done = runner.invoke(app, ["run", "ab", *model, *shared, "-n", "1", "--stats", "--json"])
+    assert done.exit_code == 0, done.output
+    record = json.loads(done.stdout)
+    assert record["experts"]["pcie_share"] == 0.5 and record["experts"]["tiers"]["slots"] == 5
+    bad = runner.invoke(app, ["run", "ab", *model, "--slots", "few"])
+    assert bad.exit_code != 0 and "--slots cannot be read" in bad.output
+    for verb in (["run"], ["chat"], ["score"], ["bench", "decode"]):
+        helped = runner.invoke(app, [*verb, "--help"]).output
+        assert all(flag in helped for flag in ("--slots", "--experts", "--pcie-share", "--profile"))
+    assert "--shares" in runner.invoke(app, ["bench", "experts", "--help"]).output
