@@ -1,6 +1,6 @@
 """Print text while it is made. Ctrl-C ends the answer between two tokens.
 
-python examples/stream.py "import os" --stop "\\n\\n"
+python examples/stream.py "import os" --stop "\\n\\n"     (\\n and \\t stand for a line end and a tab)
 """
 
 from __future__ import annotations
@@ -19,12 +19,18 @@ def show_progress(read: int, total: int) -> None:
     print(f"read {read} of {total} prompt tokens", file=sys.stderr)
 
 
+def unescaped(text: str) -> str:
+    """Line ends and tabs as they are typed in a shell."""
+    return text.replace(r"\n", "\n").replace(r"\t", "\t")
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Stream an answer.")
     parser.add_argument("prompt", nargs="?", default="def read_lines(path):")
     parser.add_argument("--model", type=Path, default=BUNDLED, help="a GGUF file, any shard of it")
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--stop", action="append", help="end before this text; may be given several times")
+    stop_help = r"end before this text (\n and \t are a line end and a tab); may be given several times"
+    parser.add_argument("--stop", action="append", type=unescaped, help=stop_help)
     options = parser.parse_args(arguments)
 
     with strata.load(options.model, context=4096) as model:

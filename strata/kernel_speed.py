@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from strata.base.compiled import chunk
-from strata.cpu.gemv.table import kernel, layout_of
+from strata.cpu.gemv.table import kernel_table, layout_of
 from strata.cpu.linear import CHUNK_BYTES, linear_chunk, split_rows
 from strata.cpu.lower import aligned_bytes, quantise
 from strata.cpu.machine_code import i64_view
@@ -121,7 +121,7 @@ class Product:
 
 
 def kernels_of(format: BlockFormat, tier: int) -> np.ndarray:
-    return np.array([kernel(format, R, tier) for R in (1, 2, 3, 4)], np.int64)
+    return kernel_table(format, tier)
 
 
 def multiplying(products: list[Product], R: int, pieces: np.ndarray | None = None) -> Job:

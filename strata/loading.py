@@ -63,8 +63,15 @@ class LoadOptions:
     pcie_share: float | None = None
     profile: Any = None
 
+    def __post_init__(self) -> None:
+        for name in ("context", "sessions", "threads", "checkpoints", "slots"):
+            value = getattr(self, name)
+            if isinstance(value, np.integer):
+                object.__setattr__(self, name, int(value))
+
     def validate(self) -> None:
         """Raise BadArgument for the first option out of its range."""
+        need(isinstance(self.pin, bool | np.bool_), "pin is a truth value", found=repr(self.pin))
         need(self.kv in KV_FORMATS, "kv is unknown", found=repr(self.kv), needed=", ".join(KV_FORMATS))
         known = self.prefill in ("auto", "windows")
         need(known, "prefill is unknown", found=repr(self.prefill), needed='"auto" or "windows"')
@@ -87,6 +94,7 @@ class LoadOptions:
         need(known, "profile is unusable", found=repr(self.profile), needed="a path or an ExpertProfile")
         small = self.context is not None and self.context < LEAST_CONTEXT
         need(not small, "the context is too small", found=self.context, needed=f">= {LEAST_CONTEXT}")
+        need(self.draft != "", "draft is empty", found="''", needed='a path, or "off" for none')
         proposes = callable(getattr(self.draft, "propose", None))
         need(
             self.draft is None or isinstance(self.draft, str | Path) or proposes,
@@ -98,7 +106,6 @@ class LoadOptions:
     @property
     def drafting(self) -> bool:
         return self.draft not in (None, "off")
-
 
     def ranking(self, g: Geometry) -> ExpertProfile | None:
         """The profile, read and checked against the model."""

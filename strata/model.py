@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import math
+import os
 import threading
 import time
 import weakref
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from strata.arch import architecture_of
-from strata.base.errors import Closed, DoesNotFit, ModelError, need
+from strata.base.errors import Closed, DoesNotFit, ModelError, StrataError, need
 from strata.base.geometry import Geometry
 from strata.base.plan import Mismatch, Plan
 from strata.base.program import Allocation
@@ -41,6 +42,9 @@ from strata.text.chat import ChatTemplate
 from strata.text.tokenizer import Tokenizer
 
 log = logging.getLogger("strata")
+
+GIVE_WAY_S = 0.0005
+"""How long a thread leaves the backend to others that wait for it: they wake up meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +166,8 @@ class Model:
         if self.draft_layer is not None and self.plan.device != "cpu":
             self.draft_layer = self.draft_layer.without_tensors()  # they are on the device
         self._turn = threading.RLock()
+        self._waiting: set[int] = set()  # threads that want it
+        self._pid = os.getpid()
         self._pool_lock = threading.RLock()  # around which session holds which state; never held during work
         self.policy = DraftPolicy() if options.drafting else None
         self._guard = None
@@ -223,6 +229,7 @@ class Model:
 
     @property
     def _default(self) -> Session:
+        self.need_here()
         with self._pool_lock:
             if self._own is None:
                 self._own = self.session()
@@ -231,9 +238,30 @@ class Model:
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
         """Hold the backend for one piece of work."""
-        with self._turn, self._backend.current():
-            self._need_open()
-            yield
+        self.need_here()
+        me = threading.get_ident()
+        self._waiting.add(me)
+        try:
+            with self._turn, self._backend.current():
+                self._waiting.discard(me)
+                self._need_open()
+                yield
+        finally:
+            self._waiting.discard(me)
+        if self._waiting:
+            time.sleep(GIVE_WAY_S)  # a lock goes to whoever asks first, which is this thread, again and again
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process loaded the model; a forked child has a copy without its threads."""
+        return os.getpid() == self._pid
+
+    def need_here(self) -> None:
+        """StrataError in another process than the one that loaded the model."""
+        if not self.is_here:
+            raise StrataError("the model was loaded in another process", found=f"process {os.getpid()}",
+                              needed=f"process {self._pid}",
+                              advice="Load it here: its threads and locks do not survive a fork.")  # fmt: skip
 
     def check_file(self) -> None:
         """FileError if experts are read from a file that is no longer as long as it was."""
@@ -358,11 +386,15 @@ class Model:
         return self._closed
 
     def _need_open(self) -> None:
+        self.need_here()
         if self._closed:
             raise Closed("the model was closed", advice="Load it again.")
 
     def close(self) -> None:
-        """End every session after the running piece of work, stop the threads, unmap the file."""
+        """End every session after the running piece of work, stop the threads, unmap the file. Does nothing in a forked
+        child."""
+        if not self.is_here:
+            return
         with self._pool_lock:
             closing, self._closed = not self._closed, True
             sessions = list(self._live)

@@ -93,6 +93,9 @@ def generate_options(options: Mapping[str, Any], vocab: int, where: str = "gener
 
 def token_ids(tokens: Sequence[int] | np.ndarray, vocab: int, what: str = "prompt") -> np.ndarray:
     """(n,) int32 ids. Raises BadArgument for an empty list, another shape or type, and ids outside the vocabulary."""
+    raw = isinstance(tokens, bytes | bytearray | memoryview)
+    need(not raw, f"the {what} is neither text nor a list of token ids", found=type(tokens).__name__,
+         needed="str, or integers (n,)", advice="Decode bytes first.")  # fmt: skip
     try:
         ids = np.asarray(tokens)
     except ValueError as error:  # lists of several lengths

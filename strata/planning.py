@@ -14,7 +14,7 @@ def plan(path: str | Path, *, machine: Machine | None = None, measure: bool = Fa
     """Say what loading a GGUF file (any one shard of it) takes, whether it fits, and what bounds its speed.
 
     Reads headers only, in well under a second: a partly downloaded file will do. Takes the arguments of `strata.load`
-    (`pin` changes nothing here), and besides:
+    (`pin` and `progress` change nothing here), and besides:
 
     machine           what to plan for; None: this machine. `Machine.describe(gpu="RTX 5070", ram_gib=64)` from
                       `strata.planner` makes one that is not here
@@ -35,5 +35,6 @@ def plan(path: str | Path, *, machine: Machine | None = None, measure: bool = Fa
     Whether it fits is in the plan (`fits`, `verdict`, `shortfalls`, `remedies`); `Plan.require()` raises DoesNotFit.
     Raises FileError, ModelError or BadArgument for a file or options that cannot be planned.
     """
-    options.pop("pin", None)
+    for unused in ("pin", "progress"):
+        options.pop(unused, None)
     return plan_file(path, machine=machine, measure=measure, **options)

@@ -73,6 +73,9 @@ class Session:
         thinking: True, False or None (the template's default). Returns a ChatResult, or a ChatStream with stream=True.
         """
         self._need_open()
+        named = isinstance(template_variables, Mapping) and all(isinstance(name, str) for name in template_variables)
+        need(template_variables is None or named, "template_variables is no mapping", found=repr(template_variables),
+             needed="names and values")  # fmt: skip
         prompt = self._model.template.render(messages, tools, thinking, reasoning_effort, **(template_variables or {}))
         ids = self._model.tokenize(prompt)
         turn = self._model.turn_token
@@ -124,6 +127,7 @@ class Session:
             self._lock.release()
 
     def _need_open(self) -> None:
+        self._model.need_here()
         if self._model.closed:
             raise Closed("the model was closed", advice="Load it again.")
         if self._closed:
@@ -153,8 +157,7 @@ class Session:
         self._take(wait=False)
         try:
             self._model.check_file()
-            with self._model.turn():
-                score(self._state, ids, windows_only, sink)
+            score(self._state, ids, windows_only, sink, self._model.turn)
         finally:
             self._leave()
 
@@ -181,6 +184,8 @@ class Session:
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Back to a checkpoint of this session; BadArgument if it no longer holds."""
+        need(isinstance(checkpoint, Checkpoint), "that is no checkpoint", found=type(checkpoint).__name__,
+             needed="what checkpoint() returned")  # fmt: skip
         self._take(wait=False)
         try:
             with self._model.turn():
@@ -223,6 +228,8 @@ class Session:
 
     def close(self) -> None:
         """Give the memory back to the model. A running answer ends, with Closed, after its current piece of work."""
+        if not self._model.is_here:
+            return  # a copy in another process, whose locks may be held by threads that it does not have
         self._closed = True
         stream = self._stream() if self._stream is not None else None
         if stream is not None:

@@ -73,9 +73,9 @@ class TextStream:
         if generation.done:
             self._finish()
             return
+        if not generation.started:
+            generation.read_prompt(self._progress, self._turn)
         with self._turn():
-            if not generation.started:
-                generation.read_prompt(self._progress)
             steps = generation.round()
         if not self._tokens:
             self._first_token_s = time.perf_counter() - self._began

@@ -37,6 +37,7 @@ def model(path):
         ({"context": 9}, "context"), ({"context": 0}, "context"), ({"context": 2.5}, "context"),
         ({"context": "4K"}, "context"),
         ({"sessions": 0}, "sessions"), ({"sessions": True}, "sessions"), ({"checkpoints": -1}, "checkpoints"),
+        ({"pin": "yes"}, "pin"), ({"pin": None}, "pin"), ({"draft": ""}, "draft is empty"), ({"progress": 3}, "progress"),
         ({"threads": 0}, "threads"), ({"threads": "2"}, "threads"), ({"threads": 5000}, "threads"),
         ({"kv": "f8"}, "kv"), ({"kv": None}, "kv"), ({"prefill": "fast"}, "prefill"), ({"draft": 3}, "draft"),
         ({"contxt": 5}, "Did you mean context"), ({"max_context": 5}, "Did you mean context"),
@@ -48,6 +49,19 @@ def test_bad_options_of_load(path, options, what):
         strata.load(path, **options)
     assert caught.value.found is not None
     assert isinstance(caught.value, ValueError)
+
+
+def test_sizes_may_be_numpy_integers(path):
+    sizes = {"context": np.int64(300), "sessions": np.int8(2), "threads": np.uint16(1), "checkpoints": np.int32(0)}
+    with strata.load(path, **sizes) as a, strata.load(path, context=300, sessions=2, threads=1, checkpoints=0) as b:
+        assert type(a.context) is int and a.plan.lines == b.plan.lines
+    with pytest.raises(BadArgument, match="context"):
+        strata.load(path, context=np.int64(0))
+
+
+def test_an_empty_path_is_not_the_current_folder():
+    with pytest.raises(BadArgument, match="path is empty"):
+        strata.load("")
 
 
 def test_a_failed_load_leaves_no_thread(path):
@@ -170,7 +184,7 @@ def test_values_out_of_range(model, options):
 
 @pytest.mark.parametrize(
     "prompt",
-    [None, b"ab", 5, 1.5, [1.5], [[1, 2]], [[1, 2], [3]], ["a"], {1: 2}, iter([1]), [True], np.zeros((2, 2), int),
+    [None, b"ab", bytearray(b"ab"), memoryview(b"ab"), 5, 1.5, [1.5], [[1, 2]], [[1, 2], [3]], ["a"], {1: 2}, iter([1]), [True], np.zeros((2, 2), int),
      [2**70], object()],
     ids=repr,
 )  # fmt: skip

@@ -328,4 +328,26 @@ def test_inspect_of_a_partly_downloaded_model(tiny_path: Path, tmp_path: Path):
     # The file may end with padding, which nobody misses.
     assert cut - 64 <= found["missing_bytes"] <= cut
     assert found["classes"] == whole["classes"]
-    assert "INCOMPLETE: at least" in call("inspect", str(short)).stdout
+    said = call("inspect", str(short)).stdout
+    assert "INCOMPLETE: at least" in said
+    found_bytes, needed_bytes = (found["shards"][0][key] for key in ("bytes", "needed_bytes"))
+    assert found_bytes == len(data) - cut and needed_bytes == found_bytes + found["missing_bytes"]
+    assert f"{short.name}: found {found_bytes:,} bytes, needed {needed_bytes:,}" in said
+
+
+def test_inspect_finds_a_model_as_run_does(tiny_path: Path, monkeypatch):
+    wanted = inspect_file(tiny_path)
+    assert json.loads(call("inspect", str(tiny_path.parent), "--json").stdout) == wanted
+    monkeypatch.setenv(locate.VARIABLE, str(tiny_path))
+    assert json.loads(call("inspect", "--json").stdout) == wanted
+
+
+def test_an_empty_path_is_wrong_usage():
+    for arguments in (("run", "x", "-m", ""), ("inspect", ""), ("plan", "")):
+        done = call(*arguments)
+        assert done.exit_code == 2 and "the path is empty" in done.output
+
+
+def test_doctor_of_a_place_that_is_not_there(tmp_path: Path):
+    done = call("doctor", str(tmp_path / "none"))
+    assert done.exit_code == 1 and re.search(r"found no file or folder '.*none'", done.stderr)

@@ -116,7 +116,7 @@ def test_a_reader_that_leaves_ends_the_answer(tiny_path: Path):
     process.stdout.read(10)
     process.stdout.close()
     messages = process.stderr.read()
-    assert (process.wait(timeout=START_S), messages) == (1, b"")
+    assert (process.wait(timeout=START_S), messages) == (141, b"")
 
 
 def on_terminal(*arguments: str, env: dict[str, str], act) -> tuple[int, str]:

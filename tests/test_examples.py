@@ -74,6 +74,7 @@ def test_stream(capsys, model):
     assert out.startswith("def area(w, h):" + answer.text) and "return" not in answer.text
     assert f"{len(answer.tokens)} tokens" in out and answer.finish_reason in out
     assert re.search(r"read (\d+) of \1 prompt tokens", err)
+    assert example("stream").unescaped(r"a\n\tb") == "a\n\tb"
 
 
 def test_chat(capsys, monkeypatch):

@@ -16,6 +16,7 @@ from strata.base.errors import BadArgument, NotFinite
 from strata.base.window import HeadRequest
 from strata.cpu.backend import CpuBackend
 from strata.gpu.backend import GpuBackend, measure
+from strata.gpu.hc_ops import NORM_DOWN_ROWS
 from strata.pack.experts import expert_layout
 from strata.pack.gguf_file import GgufFile
 from strata.pack.mtp_files import read_draft
@@ -208,7 +209,10 @@ def test_memory_is_what_was_planned(pair, tiny_path, mtp_path):
 def test_nodes_of_a_window(pair):
     counts = pair.gpu.launch_counts()
     print(counts)
-    assert len({n for name, n in counts.items() if name.startswith("trunk")}) == 1
+    trunks = {int(name.partition("T=")[2]): n for name, n in counts.items() if name.startswith("trunk")}
+    narrow, wide = ({n for T, n in trunks.items() if (T <= NORM_DOWN_ROWS) == here} for here in (True, False))
+    assert len(narrow) == len(wide) == 1
+    assert min(wide) - max(narrow) == 2 * pair.gpu.geometry.L, "norms of narrow windows are part of the product"
     assert counts["trunk T=1"] <= 30 * pair.gpu.geometry.L
 
 

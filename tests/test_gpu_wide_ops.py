@@ -202,3 +202,20 @@ def test_products_with_a_few_rows(name, rows):
     run_all(float_narrow(name, address(stored), rows, address(x), T, K, address(y)), reverse=rows == 4)
     check_guards(y)
     assert_accurate(y, x.astype(np.float64) @ exact.astype(np.float64).T, 1e-6, "narrow product")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_int8_cells_are_read_as_windows_read_them(seed):
+    """A row that sees one cell gives its values: every code, steps of all sizes."""
+    rng = np.random.default_rng(seed)
+    codes = rng.permutation(np.arange(-128, 128)).astype(np.int8).reshape(1, 1, 256)
+    codes = np.maximum(codes, -127)
+    v_scales = np.exp2(rng.uniform(-24, 9, (1, 1, 4))).astype(np.float16)
+    k, k_scales = np.zeros((1, 1, 256), np.int8), np.ones((1, 1, 4), np.float16)
+    q, q_gate, y = plain(rng, 1, 1, 256), np.full((1, 1, 2, 256), 100, np.float32), room(1, 1, 256)
+    error, position, slots = ErrorWord(), np.zeros(1, np.int64), [Slot(a) for a in (k, codes, k_scales, v_scales)]
+    cells = KvSlots(*map(address, slots))
+    run_all(qsa_wide.qsa_wide_attend(address(q), address(q_gate), address(y), address(position), cells, 0, 1, 1, 1, 256,
+                                     0, 0, error.address, AT))  # fmt: skip
+    assert error.reported is None
+    assert_same(y[0, 0] + np.float32(0), load_int8(codes, v_scales)[0, 0] + np.float32(0))

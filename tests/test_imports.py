@@ -19,8 +19,8 @@ ROOMS = "base | pack | text cpu gpu | arch | spec planner | runtime | model | cl
 LEVELS = {room: level for level, rooms in enumerate(ROOMS.split(" | ")) for room in rooms.split()}
 """Rooms by height. A room imports itself and lower ones; rooms of one height do not know each other."""
 
-MODEL_FILES = {path.stem for path in PACKAGE.glob("*.py")}
-"""Files beside the rooms: together they are the room "model"."""
+MODEL_FILES = {path.stem for path in PACKAGE.glob("*.py")} - {"__main__"}
+"""Files beside the rooms: together they are the room "model", but for `python -m strata`, which is the command line."""
 
 ONLY_FROM = {"text": {"model"}}
 """Rooms that not everyone above may import."""
@@ -43,6 +43,8 @@ def room_of(module: str) -> str:
     parts = module.split(".")
     if len(parts) == 1 or parts[1] in MODEL_FILES:
         return "model"
+    if parts[1:] == ["__main__"]:
+        return "cli"
     assert parts[1] in LEVELS, f"{module}: no room of that name on the map"
     return parts[1]
 

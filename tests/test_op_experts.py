@@ -14,7 +14,7 @@ from strata.base.program import COMBINE_OVERFLOW, NOT_FINITE
 from strata.cpu import expert_record as op
 from strata.cpu.expert_jobs import experts_chunk
 from strata.cpu.experts import experts as step
-from strata.cpu.gemv.table import kernel, layout_of, swiglu_address
+from strata.cpu.gemv.table import kernel_table, layout_of, swiglu_address
 from strata.cpu.lower import quantise
 from strata.cpu.pool import Pool
 from strata.pack.formats import by_name
@@ -27,7 +27,7 @@ PRODUCTS = {"F32": reference.product_f32, "Q8_0": reference.product_q8_0}
 
 @cache
 def kernels(name: str) -> np.ndarray:
-    return np.array([kernel(by_name(name), R) for R in (1, 2, 3, 4)], np.int64)
+    return kernel_table(by_name(name))
 
 
 @cache

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strata.base.arithmetic import dot_float
-from strata.cpu.gemv.table import kernel
+from strata.cpu.gemv.table import kernel_table
 from strata.cpu.linear import CHUNK_BYTES, SMALL_BYTES, linear_chunk, split_rows
 from strata.pack.formats import by_name
 from tests.canonical.call import Call, assert_same, plain, room
@@ -60,7 +60,7 @@ def test_product_does_not_depend_on_the_cut(T, threads):
         else:
             weights.append(w.astype(np.float16 if name == "F16" else np.float32))
             wide.append(weights[-1].astype(np.float32))
-    kernels = {name: np.array([kernel(by_name(name), R) for R in (1, 2, 3, 4)], np.int64) for name in names}
+    kernels = {name: kernel_table(by_name(name)) for name in names}
     out = [room(T, n) for n in rows]
     words = []
     for name, n, w, y in zip(names, rows, weights, out, strict=True):

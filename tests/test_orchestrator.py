@@ -209,6 +209,19 @@ def test_stats_summarise_windows():
     assert (stats.windows, stats.window_us, stats.rows) == (1, 10.0, 2) and stats.counts[0, 2] == 4
 
 
+@pytest.mark.gpu
+def test_chunks_read_a_prompt_alike_for_any_slots(tiny_path, val):
+    ids = val["code"][:700].astype(np.int32)
+    found, texts = [], []
+    for options in ({"slots": "all"}, {"slots": 60, "pcie_share": 0.5}, {"slots": 0, "experts": "mapped"},
+                    {"slots": 100, "experts": "resident"}):  # fmt: skip
+        with strata.load(tiny_path, context=1024, device="cuda", **options) as model:
+            assert model.plan.prefill_rows >= 256 and model.mismatches == []
+            found.append(model.logits(ids).view(np.int32))
+            texts.append(model.generate(ids[:600], max_tokens=40).tokens)
+    assert all(np.array_equal(f, found[0]) for f in found) and set(texts) == {texts[0]}
+
+
 # ---- long
 
 

@@ -101,7 +101,7 @@ def test_an_interrupted_exchange_is_told_before_it_is_felt(path, patch):
         o.tiers._exchange = interrupted
         with pytest.raises(KeyboardInterrupt):
             answer(model, 2)
-        with pytest.raises(StrataError, match="interrupted.*Load the model again"):
+        with pytest.raises(StrataError, match=r"interrupted.*Load the model again"):
             answer(model, 1)
 
 

@@ -135,6 +135,19 @@ def test_plan_command_json_and_missing_file(files, app, tmp_path):
     values = json.loads(result.output)
     assert result.exit_code == 0 and values["fits"] and values["context"] == 4096
     assert CliRunner().invoke(app, [str(tmp_path / "absent.gguf")]).exit_code == 1
+
+
+def test_plan_finds_a_model_as_run_does(files, app, tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / files["IQ3_S"].name).symlink_to(files["IQ3_S"])
+    arguments = ["--vram-gib", "16", "--ram-gib", "64", "--context", "4096", "--json"]
+    plans = [json.loads(CliRunner().invoke(app, [str(p), *arguments]).output) for p in (files["IQ3_S"], folder)]
+    monkeypatch.setenv(locate.VARIABLE, str(folder))
+    plans.append(json.loads(CliRunner().invoke(app, arguments).output))
+    assert plans[0] == plans[1] == plans[2]
+    monkeypatch.delenv(locate.VARIABLE)
+    monkeypatch.setattr(locate, "checkout", lambda: None)
     assert CliRunner().invoke(app, []).exit_code == 2
 
 

@@ -29,6 +29,7 @@ def test_choice(monkeypatch):
     assert chosen_tier((0, 256, 512), None) == 512 and chosen_tier((0, 256), "") == 256 and chosen_tier((0,), None) == 0
     for tier in TIERS:
         assert chosen_tier(TIERS, f" {tier} ") == tier
+    assert [chosen_tier(TIERS, name) for name in ("portable", "AVX2", "avx512")] == [0, 256, 512]
     monkeypatch.setenv(VARIABLE, "0")
     assert best_tier() == 0
     monkeypatch.delenv(VARIABLE)
@@ -36,8 +37,8 @@ def test_choice(monkeypatch):
 
 
 def test_refusals():
-    for wanted in ("128", "avx2", "-1", "512.0", "1024"):
-        with pytest.raises(BadArgument, match=r"names no kernel tier.*needed one of 0, 256, 512"):
+    for wanted in ("128", "avx", "-1", "512.0", "1024"):
+        with pytest.raises(BadArgument, match=r"names no kernel tier.*one of portable, avx2, avx512, 0, 256, 512"):
             chosen_tier(TIERS, wanted)
     with pytest.raises(BadArgument, match=r"does not run.*found tier 512.*needed one of 0, 256"):
         chosen_tier((0, 256), "512")

@@ -229,7 +229,8 @@ class Plan:
     def compared(self, taken: list[Allocation]) -> dict[tuple[str, str], tuple[int, int]]:
         """(line, device) -> (planned bytes, taken bytes), in the plan's order.
 
-        Lines of kind later, driver and reserve are no allocations of a load. A line that only one side knows counts as 0 on the other.
+        Lines of kind later, driver and reserve are no allocations of a load. A line that only one side knows counts as
+        0 on the other.
         """
         sums: dict[tuple[str, str], list[int]] = {}
         for line in self.lines:

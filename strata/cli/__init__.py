@@ -1,13 +1,16 @@
 """The command `strata`: one module a verb, imported only when its verb is called.
 
-Exit status: 0 done; 1 refused or failed, with one message on stderr; 2 wrong usage; 130 interrupted by Ctrl-C.
+Exit status: 0 done; 1 refused or failed, with one message on stderr; 2 wrong usage; 130 interrupted by Ctrl-C; 141
+nobody reads the output any more.
 Answers and reports go to stdout, everything else to stderr. Progress is shown on terminals only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
+import os
 import sys
 from typing import Annotated, Any
 
@@ -17,7 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 from strata import __version__
 from strata.base.errors import BadArgument, StrataError
 
-FAILED, USAGE, INTERRUPTED = 1, 2, 130
+FAILED, USAGE, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 
 VERBS = {
     "run": "Continue a prompt; the answer streams to stdout.",
@@ -68,6 +71,11 @@ class _Verbs(TyperGroup):
         except MemoryError as error:
             _say(ctx, f"out of memory: {error}" if str(error) else "out of memory")
             raise typer.Exit(FAILED) from None
+        except BrokenPipeError:
+            raise typer.Exit(PIPE_CLOSED) from None
+        except OSError as error:
+            _say(ctx, _reason(error))
+            raise typer.Exit(FAILED) from None
         except KeyboardInterrupt:
             if sys.stderr.isatty():
                 typer.echo(err=True)
@@ -75,7 +83,13 @@ class _Verbs(TyperGroup):
 
 
 def _say(ctx: Any, text: str) -> None:
-    typer.echo(f"strata {ctx.invoked_subcommand}: {text}", err=True)
+    with contextlib.suppress(OSError):  # nobody can be told then
+        typer.echo(f"strata {ctx.invoked_subcommand}: {text}", err=True)
+
+
+def _reason(error: OSError) -> str:
+    place = f": '{error.filename}'" if error.filename is not None else ""
+    return f"{error.strerror or error}{place}"
 
 
 app = typer.Typer(
@@ -119,7 +133,37 @@ def _every_verb(
 
 def main() -> None:
     """Entry point of the console script."""
+    if sys.stdout is None:
+        if sys.stderr is not None:
+            print("strata: the standard output is closed", file=sys.stderr)
+        sys.exit(FAILED)
+    # Closed ones are missing; what is opened next would take their number.
+    sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         # An answer may hold any character; a terminal of another encoding shows a question mark for it.
         stream.reconfigure(errors="replace")
-    app()
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        status = PIPE_CLOSED
+    except OSError as error:
+        status = FAILED
+        with contextlib.suppress(OSError):
+            print(f"strata: {_reason(error)}", file=sys.stderr)
+    except SystemExit as end:
+        status = end.code
+    _leave_streams()
+    sys.exit(status)
+
+
+def _leave_streams() -> None:
+    """Let streams that cannot be written go without a word: Python writes what they still hold at its end."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

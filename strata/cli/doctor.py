@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from strata.base.errors import FileError
 from strata.planner.health import examine
 
 
@@ -18,5 +19,8 @@ def command(
     json_: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Say which parts of this machine will be slow, why, and what to do about it."""
+    if path is not None and not path.exists():
+        raise FileError("doctor has nothing to look at", found=f"no file or folder '{path}'",
+                        advice="Name a model file, its folder, or nothing.")  # fmt: skip
     report = examine(path)
     typer.echo(json.dumps(report.to_json(), indent=2) if json_ else report.text())

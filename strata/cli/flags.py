@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from strata.base.errors import BadArgument, need
+from strata.base.progress import UPLOADING, LoadProgress
 from strata.cli.locate import find_model
 from strata.cli.output import quiet_interrupt, working
 
@@ -25,9 +26,18 @@ Json = Annotated[bool, Option("--json", help="Print one JSON record instead.")]
 
 # ---- loading
 
-Model = Annotated[
-    Path | None,
-    Option("--model", "-m", help="GGUF file or its folder; default: STRATA_MODEL, or the bundled model of a checkout."),
+
+def _path(text: str) -> Path:
+    """A path of the command line. An empty one, as of a variable that is not set, would mean the current folder."""
+    if not text:
+        raise typer.BadParameter("the path is empty")
+    return Path(text)
+
+
+_MODEL_HELP = "GGUF file or its folder; default: STRATA_MODEL, or the bundled model of a checkout."
+Model = Annotated[Path | None, Option("--model", "-m", parser=_path, metavar="PATH", help=_MODEL_HELP)]
+ModelFile = Annotated[
+    Path | None, typer.Argument(parser=_path, metavar="FILE", help=_MODEL_HELP, show_default=False)
 ]
 Context = Annotated[int | None, Option(help="Cells for prompt and answer; default: the trained context, or what fits.")]
 Threads = Annotated[int | None, Option(help="CPU threads; default: one per physical core.")]
@@ -81,13 +91,21 @@ def slots(text: str | None) -> int | str | None:
 def loaded(given: Path | None, **options: Any) -> Iterator[LoadedModel]:
     """The model of a command, loaded with those options that are not None and closed at the end."""
     path = find_model(given)
-    with working(f"loading {path.name}"), quiet_interrupt():
+    with working(f"loading {path.name}") as status, quiet_interrupt():
         # Here, because it takes a second: wrong usage is told at once.
         from strata.model import load
 
-        model = load(path, **{name: value for name, value in options.items() if value is not None})
+        told = None if status is None else lambda p: status(f"loading {path.name}: {_progress_text(p)}")
+        model = load(path, progress=told, **{name: value for name, value in options.items() if value is not None})
     with model:
         yield model
+
+
+def _progress_text(p: LoadProgress) -> str:
+    """A report in words, as "compiling linear, 3 of 21"."""
+    if p.what == UPLOADING:
+        return f"{p.what}, {p.done >> 20:,} of {p.total >> 20:,} MiB"
+    return " ".join(filter(None, (p.what, p.name))) + (f", {p.done} of {p.total}" if p.total > 1 else "")
 
 
 def answer_options(*, logit_bias: Sequence[str] | None = None, **flags: Any) -> dict[str, Any]:

@@ -6,13 +6,14 @@ import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from strata.arch import architecture_of
 from strata.base.geometry import Geometry
 from strata.cli import flags
+from strata.cli.locate import find_model
 from strata.pack.experts import PARTS, LayerExperts, expert_layout
 from strata.pack.gguf_file import GgufFile
 from strata.planner.facts import ModelFacts, model_facts
@@ -20,14 +21,14 @@ from strata.planner.state_bytes import KV_FORMATS, KV_GROUP, kv_cell_bytes, pool
 
 
 def command(
-    file: Annotated[Path, typer.Argument(help="A GGUF file: any shard of the model.", show_default=False)],
+    file: flags.ModelFile = None,
     json_: flags.Json = False,
 ) -> None:
     """Show geometry, types and bytes per class, and the experts of every layer.
 
     Reads headers only; a partly downloaded file will do.
     """
-    report = inspect_file(file)
+    report = inspect_file(find_model(file, "the argument"))
     typer.echo(json.dumps(report, indent=2) if json_ else "\n".join(_text(report)))
 
 
@@ -37,7 +38,10 @@ def inspect_file(path: Path) -> dict[str, Any]:
         geometry = architecture_of(gguf).read_geometry(gguf)
         facts = model_facts(gguf, geometry)
         parameters = sum(t.rows * t.shape[-1] for t in gguf.tensors.values())
-        shards = [{"file": s.path.name, "bytes": s.file_bytes, "tensors": s.n_tensors} for s in gguf.shards]
+        shards = [
+            {"file": s.path.name, "bytes": s.file_bytes, "needed_bytes": s.needed_bytes, "tensors": s.n_tensors}
+            for s in gguf.shards
+        ]
         missing = [p.name for p in gguf.missing_shards]
         experts = [_layer_experts(i, layer) for i, layer in enumerate(expert_layout(gguf, geometry.L).layers)]
         return {
@@ -133,6 +137,8 @@ def _text(report: dict[str, Any]) -> list[str]:
     if report["missing_bytes"]:
         names = f" (no {', '.join(report['missing_shards'])})" if report["missing_shards"] else ""
         lines.append(f"INCOMPLETE: at least {report['missing_bytes']:,} bytes are missing{names}")
+        cut = [s for s in report["shards"] if s["bytes"] < s["needed_bytes"]]
+        lines += [f"  {s['file']}: found {s['bytes']:,} bytes, needed {s['needed_bytes']:,}" for s in cut]
     attention = f"{g['H']} heads, {g['Hkv']} KV heads of {g['dh']}, {g['rotary_dims']} rotary"
     sparse = f"blocks of {g['block_cells']} cells, {g['budget_cells']} attended" if g["block_cells"] else "dense"
     keys = f"{g['gdn_key_heads']} key heads of {g['gdn_key_dim']}"

@@ -1,4 +1,4 @@
-"""Which model a command uses: --model, the variable STRATA_MODEL, or the one bundled with a source checkout."""
+"""Which model a command uses: the given one, the variable STRATA_MODEL, or the one bundled with a source checkout."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ VARIABLE = "STRATA_MODEL"
 BUNDLED = Path("examples", "models", "tiny-flash-next")
 
 
-def find_model(given: Path | None) -> Path:
-    """The GGUF file to load; a folder stands for the one model in it.
+def find_model(given: Path | None, named: str = "--model") -> Path:
+    """The GGUF file to load; a folder stands for the one model in it. named: what the user gave it as.
 
     Raises BadArgument if nothing is given and this is no source checkout, FileError for a path without a model.
     """
     if given is not None:
-        return _file_of(given, "--model")
-    named = os.environ.get(VARIABLE)
-    if named:
-        return _file_of(Path(named).expanduser(), VARIABLE)
+        return _file_of(given, named)
+    variable = os.environ.get(VARIABLE)
+    if variable:
+        return _file_of(Path(variable).expanduser(), VARIABLE)
     root = checkout()
     if root is not None and (root / BUNDLED).is_dir():
         return _file_of(root / BUNDLED, "the checkout")

@@ -49,15 +49,16 @@ def note(text: str) -> None:
 
 
 @contextlib.contextmanager
-def working(text: str) -> Iterator[None]:
-    """A spinner on stderr while the block runs; nothing when stderr is no terminal."""
+def working(text: str) -> Iterator[Callable[[str], None] | None]:
+    """A spinner with a line of text on stderr while the block runs, and a function that changes the text; nothing, and
+    None, when stderr is no terminal."""
     if not is_terminal(sys.stderr):
-        yield
+        yield None
         return
     from rich.console import Console
 
-    with Console(stderr=True).status(text):
-        yield
+    with Console(stderr=True).status(text, refresh_per_second=8) as status:
+        yield status.update
 
 
 class Bar:

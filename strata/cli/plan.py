@@ -10,6 +10,8 @@ from typing import Annotated
 import typer
 
 from strata.base.errors import BadArgument, StrataError
+from strata.cli import flags
+from strata.cli.locate import find_model
 from strata.planner.cards import GIB
 from strata.planner.machine import Machine
 from strata.planner.memory import plan_file
@@ -18,7 +20,7 @@ USAGE, REFUSED = 2, 1
 
 
 def command(
-    file: Annotated[Path, typer.Argument(help="A GGUF file: any shard of the model.", show_default=False)],
+    given: flags.ModelFile = None,
     gpu: Annotated[str | None, typer.Option(help='Plan for a known card, as "RTX 5070".')] = None,
     vram_gib: Annotated[float | None, typer.Option(help="Plan for a card with this much memory.")] = None,
     vram_gbps: Annotated[float | None, typer.Option(help="Memory bandwidth of that card, GB/s.")] = None,
@@ -35,7 +37,7 @@ def command(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda:N.")] = "auto",
     experts: Annotated[str, typer.Option(help="auto, mapped, pinned or resident.")] = "auto",
     slots: Annotated[int | None, typer.Option(help="Experts in VRAM; default: what fits.")] = None,
-    pcie_share: Annotated[float | None, typer.Option(help="Share of the others read over PCIe; default: by cost.")] = None,
+    pcie_share: Annotated[float | None, typer.Option(help="Share of the others over PCIe; default: by cost.")] = None,
     prefill: Annotated[str, typer.Option(help="auto, windows or rows of a chunk.")] = "auto",
     draft: Annotated[
         str, typer.Option(help="off, auto, lookup, a draft layer's file or folder, or mtp: one that is not here.")
@@ -81,6 +83,7 @@ def command(
         "cpu_tier": cpu_tier,
     }
     try:
+        file = find_model(given, "the argument")
         plan = plan_file(file, machine=_machine(file, described), measure=measure, **options)
     except BadArgument as error:
         typer.echo(f"strata plan: {error}", err=True)

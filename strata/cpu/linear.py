@@ -2,8 +2,7 @@
 
 In a window the rows of all matrices of an op form one list that is cut into chunks of about CHUNK_BYTES of weights, so
 small and large matrices share the threads evenly. With more activation rows than a window has, chunks are tiles of some
-matrix rows and some activation rows, and float matrices have kernels of their own (`gemv.float_wide`); the bits are those
-of windows.
+matrix rows and some activation rows.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import numpy as np
 from numba import njit
 
 from strata.base.compiled import chunk
-from strata.base.geometry import WINDOW_ROWS
+from strata.cpu.gemv.table import MANY_ROWS
 from strata.cpu.machine_code import call7, call8, i64_view, ld64
 
 if TYPE_CHECKING:
@@ -26,11 +25,11 @@ CHUNK_BYTES = 64 << 10
 SMALL_BYTES = 12 << 10
 """Below this an op is one chunk: handing out work costs about as much as doing it."""
 
-WIDE_BYTES = 256 << 10
-"""Weights of a tile of a float matrix: they stay in the second cache while the tile's activation rows pass."""
+TILE_BYTES = 256 << 10
+"""Weights of a tile: they stay in the second cache while the tile's activation rows pass."""
 
-WIDE_UNIT = 16
-"""Matrix rows of such a tile are a multiple of this, but for the last."""
+TILE_UNIT = 16
+"""Rows of a tile are a multiple of this: kernels for many rows take so many at a time."""
 
 TILES_PER_THREAD = 4
 """At least, where the matrices are large enough: the threads then end together."""
@@ -41,8 +40,7 @@ LEAST_TILE_BYTES, LEAST_TILE_ROWS = 8 << 10, 32
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight matrix in place. address of its first row, bytes a row, rows, values a row, and the addresses of its
-    kernels for 1..4 activation rows as an int64 array."""
+    """A weight matrix in place. address of its first row, bytes a row, rows, values a row, and its `kernel_table`."""
 
     name: str
     address: int
@@ -55,10 +53,16 @@ class Matrix:
 
 @njit(error_model="numpy")
 def multiply(w, stride, n_rows, act, act_bytes, T, K, out, out_stride, kernels):
-    """n_rows weight rows times T activation rows, four activation rows a pass. All arguments int64.
+    """n_rows weight rows times T activation rows. All arguments int64.
 
-    act_bytes and out_stride are bytes from one activation row to the next; kernels is the address of four addresses.
+    act_bytes and out_stride are bytes from one activation row to the next; kernels is the address of a `kernel_table`.
+    Many rows are taken at once where there is such a kernel, else four a pass; the bits are the same.
     """
+    if T >= MANY_ROWS:
+        wide = ld64(kernels + 32)
+        if wide != 0 and ld64(kernels + 40) <= K <= ld64(kernels + 48):
+            call8(wide, w, stride, n_rows, act, K, T, out, out_stride)
+            return
     row = 0
     while row < T:
         R = min(4, T - row)
@@ -84,20 +88,13 @@ def linear_chunk(a, k, n_chunks):
 
 
 @chunk
-def wide_chunk(a, k, n_chunks):
-    """Record: tiles (matrix, first row, last row, first and last activation row), matrices (10 words each).
-
-    A matrix's words are those of `linear_chunk`, then the address of its kernel for any number of rows, or 0.
-    """
+def tile_chunk(a, k, n_chunks):
+    """Record: tiles (matrix, first row, last row, first and last activation row), matrices as in `linear_chunk`."""
     p = i64_view(a, 2)
     q = i64_view(p[0] + 40 * k, 5)
-    m = i64_view(p[1] + 80 * q[0], 10)
-    w, n, act, T = m[0] + q[1] * m[1], q[2] - q[1], m[5] + q[3] * m[6], q[4] - q[3]
+    m = i64_view(p[1] + 72 * q[0], 9)
     out = m[7] + 4 * q[1] + q[3] * m[8]
-    if m[9] != 0:
-        call8(m[9], w, m[1], n, act, m[3], T, out, m[8])
-    else:
-        multiply(w, m[1], n, act, m[6], T, m[3], out, m[8], m[4])
+    multiply(m[0] + q[1] * m[1], m[1], q[2] - q[1], m[5] + q[3] * m[6], m[6], q[4] - q[3], m[3], out, m[8], m[4])
 
 
 def split_rows(rows: list[int], row_bytes: list[int], threads: int) -> tuple[np.ndarray, np.ndarray]:
@@ -125,25 +122,24 @@ def split_rows(rows: list[int], row_bytes: list[int], threads: int) -> tuple[np.
     return np.array(starts, np.int64), np.array(pieces, np.int64).reshape(-1, 3)
 
 
-def split_tiles(rows: list[int], row_bytes: list[int], wide: list[bool], T: int, threads: int) -> np.ndarray:
+def split_tiles(rows: list[int], row_bytes: list[int], T: int, threads: int) -> np.ndarray:
     """Cut the products of T activation rows with several matrices into tiles.
 
-    wide: whether a matrix has a kernel for any number of rows. Returns (n, 5) int64: matrix, first row, last row, first
-    activation row, last one (both exclusive). Every product is in exactly one tile. A tile's weights are few enough to
-    stay in the cache for all its activation rows, and are read once: these are cut only where there are too few tiles.
+    Returns (n, 5) int64: matrix, first row, last row, first activation row, last one (both exclusive). Every product is
+    in exactly one tile. A tile's weights stay in the cache for all its activation rows and come from memory once, so
+    activation rows are cut only where there are too few tiles otherwise.
     """
     total, wanted = sum(r * b for r, b in zip(rows, row_bytes, strict=True)), TILES_PER_THREAD * threads
     cuts = []
-    for index, (count, width, is_wide) in enumerate(zip(rows, row_bytes, wide, strict=True)):
+    for index, (count, width) in enumerate(zip(rows, row_bytes, strict=True)):
         n_bytes = count * width
-        n = -(-n_bytes // (WIDE_BYTES if is_wide else CHUNK_BYTES))
+        n = -(-n_bytes // TILE_BYTES)
         if threads > 1:
             n = max(n, min(-(-n_bytes * wanted // total), n_bytes // LEAST_TILE_BYTES))
-        unit = WIDE_UNIT if is_wide else 1
-        step = max(unit, round(count / n / unit) * unit)
+        step = max(1, round(count / n / TILE_UNIT)) * TILE_UNIT
         cuts += [(index, first, min(first + step, count)) for first in range(0, count, step)]
     parts = 1 if threads == 1 else max(1, min(-(-wanted // len(cuts)), T // LEAST_TILE_ROWS))
-    step = -(-T // parts // WINDOW_ROWS) * WINDOW_ROWS
+    step = -(-T // parts // TILE_UNIT) * TILE_UNIT
     spans = [(first, min(first + step, T)) for first in range(0, T, step)]
     return np.array([(*cut, *span) for cut in cuts for span in spans], np.int64)
 
@@ -152,8 +148,7 @@ def lower_linear(c: Lowering, op: Op) -> None:
     names = [(op.buffers[f"w{i}"], op.buffers[f"y{i}"]) for i in range(op.consts["n"])]
     T = c.T * op.consts["rows"]
     x = op.buffers["x"]
-    wide = T > WINDOW_ROWS
-    words, rows, row_bytes, kernels = [], [], [], []
+    words, rows, row_bytes = [], [], []
     for name, y in names:
         info = c.weights.tensors.info(name)
         columns = info.shape[-1]
@@ -163,15 +158,14 @@ def lower_linear(c: Lowering, op: Op) -> None:
         m = c.weights.matrix(name)
         rows.append(m.rows)
         row_bytes.append(m.row_bytes)
-        kernels.append(c.weights.wide_kernel(info.ggml_type, columns) if wide else 0)
         words.append((m.address, m.row_bytes, m.rows, m.columns, m.kernels.ctypes.data, act, act_bytes,
                       c.memory.address(y), m.rows * 4))  # fmt: skip
     if c.memory.measuring:
         return
-    if wide:
-        tiles = split_tiles(rows, row_bytes, [k != 0 for k in kernels], T, c.threads)
-        matrices = np.array([(*w, k) for w, k in zip(words, kernels, strict=True)], np.int64)
-        c.parallel(len(tiles), wide_chunk, tiles, matrices)
-    else:
+    matrices = np.array(words, np.int64)
+    if T < MANY_ROWS:
         starts, pieces = split_rows(rows, row_bytes, c.threads)
-        c.parallel(len(starts) - 1, linear_chunk, starts, pieces, np.array(words, np.int64), T)
+        c.parallel(len(starts) - 1, linear_chunk, starts, pieces, matrices, T)
+    else:
+        tiles = split_tiles(rows, row_bytes, T, c.threads)
+        c.parallel(len(tiles), tile_chunk, tiles, matrices)

@@ -2,7 +2,7 @@
 
 The tier follows from the instruction sets that Numba compiles for, not from the processor: NUMBA_CPU_NAME and
 NUMBA_CPU_FEATURES may restrict them, and an instruction that they lack would end the process. All tiers give the same
-bits. STRATA_CPU_TIER=512, 256 or 0 asks for a lower one.
+bits. STRATA_CPU_TIER=512, 256 or 0, or a name of NAMES, asks for a lower one.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ _NEEDS: dict[int, frozenset[str]] = {
     256: _AVX2,
     512: _AVX2 | {f"avx512{part}" for part in ("f", "bw", "dq", "vl", "vnni", "vbmi", "bitalg")},
 }
+
+NAMES = {"portable": PORTABLE, "avx2": 256, "avx512": 512}
+"""Tiers as users may call them."""
 
 TIERS: tuple[int, ...] = tuple(sorted(_NEEDS))
 """All tiers, slowest first."""
@@ -63,11 +66,11 @@ def chosen_tier(available: Collection[int], wanted: str | None) -> int:
     """
     if wanted is None or not wanted.strip():
         return max(available)
-    text = wanted.strip()
-    if text not in map(str, TIERS):
-        needed = f"one of {', '.join(map(str, TIERS))}"
-        raise BadArgument(f"{VARIABLE} names no kernel tier", found=wanted, needed=needed)
-    tier = int(text)
+    text = wanted.strip().lower()
+    known = NAMES | {str(tier): tier for tier in TIERS}
+    if text not in known:
+        raise BadArgument(f"{VARIABLE} names no kernel tier", found=wanted, needed=f"one of {', '.join(known)}")
+    tier = known[text]
     if tier not in available:
         missing = sorted(_NEEDS[tier] - target_features())
         raise BadArgument(

@@ -8,14 +8,13 @@ import numpy as np
 
 from strata.base.errors import ModelError
 from strata.base.progress import COMPILING, SELF_TEST, report
-from strata.cpu.gemv.table import ActivationLayout, best_tier, has_wide_kernel, kernel, layout_of, wide_kernel
+from strata.cpu.gemv.table import ActivationLayout, best_tier, kernel_table, layout_of
 from strata.cpu.linear import Matrix
-from strata.cpu.self_test import check_format, check_wide
+from strata.cpu.self_test import check_format
 from strata.pack.experts import ExpertLayout
 from strata.pack.formats import format_of
 from strata.pack.tensors import Tensors
 
-KERNEL_ROWS = (1, 2, 3, 4)
 DRAFT_EXPERTS = ("mtp.ffn_gate_exps.weight", "mtp.ffn_up_exps.weight", "mtp.ffn_down_exps.weight")
 """Experts of the draft layer, whose number is that of the layers."""
 
@@ -42,7 +41,6 @@ class Weights:
         self.formats: set[str] = set()
         self._vectors: dict[tuple[str, bool], np.ndarray] = {}
         self._kernels: dict[int, np.ndarray] = {}
-        self._wide: dict[int, int] = {}
         self._tables: dict[int, np.ndarray] = {}
 
     def layout(self, name: str) -> ActivationLayout:
@@ -51,28 +49,15 @@ class Weights:
         return layout_of(block, self.tier)
 
     def kernels(self, ggml_type: int) -> np.ndarray:
-        """(4,) int64: addresses of the kernels for 1..4 activation rows, compiled and self-tested on first use."""
+        """(7,) int64: a format's `gemv.table.kernel_table`, compiled and self-tested on first use."""
         if ggml_type not in self._kernels:
             block = format_of(ggml_type)
             self._progress(COMPILING, block.name)
-            addresses = [kernel(block, R, self.tier) for R in KERNEL_ROWS]
+            table = kernel_table(block, self.tier)
             self._progress(SELF_TEST, block.name)
             check_format(block, self.tier)
-            self._kernels[ggml_type] = np.array(addresses, np.int64)
+            self._kernels[ggml_type] = table
         return self._kernels[ggml_type]
-
-    def wide_kernel(self, ggml_type: int, K: int) -> int:
-        """Address of the kernel for any number of activation rows of K values, compiled and self-tested on first use;
-        0 where there is none and the kernels for 1..4 rows serve."""
-        block = format_of(ggml_type)
-        if not has_wide_kernel(block, K, self.tier):
-            return 0
-        if ggml_type not in self._wide:
-            self._progress(COMPILING, block.name)
-            self._wide[ggml_type] = wide_kernel(block, self.tier).address
-            self._progress(SELF_TEST, block.name)
-            check_wide(block, self.tier)
-        return self._wide[ggml_type]
 
     def matrix(self, name: str) -> Matrix:
         """A 2-D tensor, or a vector as a matrix of one row."""

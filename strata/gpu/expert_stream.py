@@ -86,6 +86,7 @@ class ExpertStream:
 
         Experts must keep their slots until the chunk has ended.
         """
+        self._uploader.finish()  # what an interrupted chunk had sent
         table = self.slots.table.copy()
         self._stages, self._coming = stages, []
         for i, stage in enumerate(stages):

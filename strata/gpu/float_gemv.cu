@@ -2,9 +2,7 @@
 //
 // Up to four matrices that share their input count as one list of rows. T is the number of activation rows a thread
 // holds sums of; more rows are further pieces of the grid, fewer repeat the last one and are not stored.
-#include "sums.cuh"
-
-enum Kind { F32_VALUES, F16_VALUES, BF16_VALUES };
+#include "float_rows.cuh"
 
 struct Matrix {
     const u8 *w;
@@ -25,89 +23,6 @@ DEVICE Matrix find(int row, const u8 *w0, float *y0, int n0, int k0, const u8 *w
     row -= n2;
     if (row < n3) return Matrix{w3, y3, n3, k3, row, 0};
     return Matrix{nullptr, nullptr, 0, 0, 0, 0};
-}
-
-// N consecutive weights from index i on (i a multiple of N), widened exactly.
-template <int KIND, int N>
-DEVICE void weights_at(const u8 *row, int i, float (&w)[N]) {
-    if (KIND == F32_VALUES) {
-#pragma unroll
-        for (int j = 0; j < N; j += 2) {
-            uint2 v = load_once((const uint2 *)(row + 4 * (size_t)(i + j)));
-            w[j] = float_of(v.x);
-            w[j + 1] = float_of(v.y);
-        }
-    } else {
-        u32 v[N / 2];
-        if (N == 8) {
-            uint4 q = load_once((const uint4 *)(row + 2 * (size_t)i));
-            v[0] = q.x, v[N / 2 - 3] = q.y, v[N / 2 - 2] = q.z, v[N / 2 - 1] = q.w;
-        } else {
-            v[0] = load_once((const u32 *)(row + 2 * (size_t)i));
-        }
-#pragma unroll
-        for (int j = 0; j < N / 2; j++) {
-            w[2 * j] = KIND == F16_VALUES ? half_f32((u16)v[j]) : float_of(v[j] << 16);
-            w[2 * j + 1] = KIND == F16_VALUES ? half_f32((u16)(v[j] >> 16)) : float_of(v[j] & 0xffff0000u);
-        }
-    }
-}
-
-// acc[c][j] += chain of lane `first + j` for columns c: values first, first + lanes, ..
-template <int KIND, int N, int T>
-DEVICE void chains(const u8 *row, const float *x, int n_x, int K, int first, int lanes, float (&acc)[T][N]) {
-    const int loads = N == 2 ? (T <= 2 ? 8 : 4) : T <= 2 ? 4 : T <= 4 ? 2 : 1;  // in flight, within the registers there are
-#pragma unroll loads
-    for (int i = first; i < K; i += lanes) {
-        float w[N];
-        weights_at<KIND, N>(row, i, w);
-#pragma unroll
-        for (int c = 0; c < T; c++) {
-            const float *p = x + (size_t)(c < n_x ? c : n_x - 1) * K + i;
-            if (N == 8) {
-                float4 a = *(const float4 *)p, b = *(const float4 *)(p + 4);
-                float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-#pragma unroll
-                for (int j = 0; j < N; j++) acc[c][j] = fma32(w[j], v[j], acc[c][j]);
-            } else {
-                float2 a = *(const float2 *)p;
-                acc[c][0] = fma32(w[0], a.x, acc[c][0]);
-                acc[c][1] = fma32(w[1], a.y, acc[c][1]);
-            }
-        }
-    }
-}
-
-template <int N, int T>
-DEVICE void chains_of(const Matrix &m, const float *x, int n_x, int K, int first, int lanes, float (&acc)[T][N]) {
-    if (m.kind == BF16_VALUES) chains<BF16_VALUES, N, T>(m.w + (size_t)m.row * K * 2, x, n_x, K, first, lanes, acc);
-    else if (m.kind == F16_VALUES) chains<F16_VALUES, N, T>(m.w + (size_t)m.row * K * 2, x, n_x, K, first, lanes, acc);
-    else chains<F32_VALUES, N, T>(m.w + (size_t)m.row * K * 4, x, n_x, K, first, lanes, acc);
-}
-
-// Halving tree over 256 lanes of one warp, lane 8 t + j in v[j] of thread t: threads trade the halves they do not keep.
-DEVICE float tree_of_eights(float (&v)[8]) {
-    int t = threadIdx.x & 31;
-    float a[4], b[2], s;
-#pragma unroll
-    for (int j = 0; j < 4; j++) {  // distance 128
-        bool upper = t & 16;
-        float other = __shfl_xor_sync(ALL_LANES, upper ? v[j] : v[j + 4], 16);
-        a[j] = add32(upper ? v[j + 4] : v[j], other);
-    }
-#pragma unroll
-    for (int j = 0; j < 2; j++) {  // distance 64
-        bool upper = t & 8;
-        float other = __shfl_xor_sync(ALL_LANES, upper ? a[j] : a[j + 2], 8);
-        b[j] = add32(upper ? a[j + 2] : a[j], other);
-    }
-    bool upper = t & 4;  // distance 32
-    s = add32(upper ? b[1] : b[0], __shfl_xor_sync(ALL_LANES, upper ? b[0] : b[1], 4));
-    s = add32(s, __shfl_xor_sync(ALL_LANES, s, 2));   // 16
-    s = add32(s, __shfl_xor_sync(ALL_LANES, s, 1));   // 8
-    s = add32(s, __shfl_xor_sync(ALL_LANES, s, 16));  // 4
-    s = add32(s, __shfl_xor_sync(ALL_LANES, s, 8));   // 2
-    return add32(s, __shfl_xor_sync(ALL_LANES, s, 4));
 }
 
 // The output of row m.row for activation row c.
@@ -132,10 +47,10 @@ DEVICE void add_branch(const Branch &b, int c, int row, int rows) {
     *p = fma32(b.strength[c * (rows / b.D) + row / b.D], b.y[(size_t)c * b.D + row % b.D], *p);
 }
 
-#define MATRICES                                                                                                    \
+#define MATRICES                                                                                                      \
     const u8 *w0, float *y0, int n0, int k0, const u8 *w1, float *y1, int n1, int k1, const u8 *w2, float *y2, int n2, \
-        int k2, const u8 *w3, float *y3, int n3, int k3, int squeeze0, u64 *error, u64 where,                                                               \
-        float *streams, const float *branch, const float *strength, int D
+        int k2, const u8 *w3, float *y3, int n3, int k3, int squeeze0, u64 *error, u64 where, float *streams,          \
+        const float *branch, const float *strength, int D
 #define FIND(row) find(row, w0, y0, n0, k0, w1, y1, n1, k1, w2, y2, n2, k2, w3, y3, n3, k3, squeeze0)
 
 // One warp a row: short rows and many of them. K is a multiple of 8. Grid: (rows / 8, pieces of T rows).
@@ -149,7 +64,7 @@ __global__ void __launch_bounds__(256, T == 1 ? 4 : T == 2 ? 3 : T == 4 ? 2 : 1)
     for (int c = 0; c < T; c++)
 #pragma unroll
         for (int j = 0; j < 8; j++) acc[c][j] = 0.f;
-    if (8 * t < lanes) chains_of<8, T>(m, x + (size_t)first * K, left, K, 8 * t, lanes, acc);
+    if (8 * t < lanes) chains_of<8, T>(m.kind, m.w, m.row, x + (size_t)first * K, left, K, 8 * t, lanes, acc);
 #pragma unroll
     for (int c = 0; c < T; c++) {
         float s = add32(tree_of_eights(acc[c]), 0.f);
@@ -169,7 +84,7 @@ KERNEL(128) float_gemv_long(const float *x, int K, int n_x, MATRICES) {
     float acc[T][2];
 #pragma unroll
     for (int c = 0; c < T; c++) acc[c][0] = acc[c][1] = 0.f;
-    chains_of<2, T>(m, x + (size_t)first * K, left, K, 2 * t, 256, acc);
+    chains_of<2, T>(m.kind, m.w, m.row, x + (size_t)first * K, left, K, 2 * t, 256, acc);
     // Distances 128 and 64 join warps: warp w holds lanes 64 w .. 64 w + 63.
     if (t >= 64)
 #pragma unroll
@@ -210,7 +125,7 @@ KERNEL(256) float_grouped(const float *x, int K, const u8 *w, i64 stride, int ki
     float acc[1][8];
 #pragma unroll
     for (int j = 0; j < 8; j++) acc[0][j] = 0.f;
-    if (8 * t < lanes) chains_of<8, 1>(m, x + (size_t)(entry / per_row) * K, 1, K, 8 * t, lanes, acc);
+    if (8 * t < lanes) chains_of<8, 1>(m.kind, m.w, m.row, x + (size_t)(entry / per_row) * K, 1, K, 8 * t, lanes, acc);
     float s = add32(tree_of_eights(acc[0]), 0.f);
     if (t == 0) y[(size_t)entry * rows + row] = s;
 }

@@ -1,7 +1,8 @@
 // Hyper-connections: norm of every stream (after adding the last branch's output, where there is one), mixing, add.
 #include "quantise.cuh"
 
-#define HELD 12  // values of a stream that a thread keeps in registers: up to 3,072 values a stream
+#define STREAMS 4  // streams whose values are loaded at once
+#define HELD 12    // values of a stream that a thread keeps in registers: up to 3,072 values a stream
 
 // One block of 256 threads a (stream, row). ADD: X[c] = fma(a[c], y, X[c]) first, and kept.
 // x (rows, C, D), w (C, D), out (T, C, D); first: address of the index of x's first row, or null.
@@ -14,7 +15,10 @@ KERNEL(256) hc_norm(float *x, const float *y, const float *a, const float *w, fl
     float *target = out + ((size_t)row * C + c) * D;
     const float *weight = w + (size_t)c * D;
     bool held = D >= 256 && D <= 256 * HELD;  // then a thread's values are its lane of the sum
-    float mine[HELD], squares;
+    float mine[HELD], scale[HELD], squares;
+    if (held)  // on their way during the sum
+#pragma unroll
+        for (int j = 0; j < HELD; j++) scale[j] = t + 256 * j < D ? weight[t + 256 * j] : 0.f;
     if (ADD || held) {
         float strength = ADD ? a[row * C + c] : 0.f;
         const float *branch = ADD ? y + (size_t)row * D : nullptr;
@@ -44,7 +48,7 @@ KERNEL(256) hc_norm(float *x, const float *y, const float *a, const float *w, fl
 #pragma unroll
         for (int j = 0; j < HELD; j++) {
             int i = t + 256 * j;
-            if (i < D) target[i] = mul32(mul32(mine[j], r), weight[i]);
+            if (i < D) target[i] = mul32(mul32(mine[j], r), scale[j]);
         }
     } else {
         for (int i = t; i < D; i += 256) target[i] = mul32(mul32(stream[i], r), weight[i]);
@@ -68,11 +72,22 @@ KERNEL(256) hc_mix(const float *normed, const float *gate, float *u, int C, int 
     float count = i32_f32(C), value = 0.f;
     bool fine = true;  // an infinite gate would end as a finite sigmoid
     if (i < D) {
-        for (int c = 0; c < C; c++) {
-            size_t at = ((size_t)row * C + c) * D + i;
-            float g = gate[at], part = mul32(sigmoid32(g), normed[at]);
-            fine = fine && finite32(g);
-            value = c == 0 ? part : add32(value, part);
+        for (int from = 0; from < C; from += STREAMS) {
+            float g[STREAMS], x[STREAMS];
+#pragma unroll
+            for (int j = 0; j < STREAMS; j++) {
+                size_t at = ((size_t)row * C + from + j) * D + i;
+                bool there = from + j < C;
+                g[j] = there ? gate[at] : 0.f;
+                x[j] = there ? normed[at] : 0.f;
+            }
+#pragma unroll
+            for (int j = 0; j < STREAMS; j++)
+                if (from + j < C) {
+                    float part = mul32(sigmoid32(g[j]), x[j]);
+                    fine = fine && finite32(g[j]);
+                    value = from + j == 0 ? part : add32(value, part);
+                }
         }
         value = div32(value, count);
         u[(size_t)row * D + i] = value;

@@ -12,10 +12,14 @@ from strata.gpu import router as routers
 from strata.gpu.embed import embed, tables
 from strata.gpu.experts_op import lower_experts, multiply
 from strata.gpu.float_gemv import FloatMatrix, float_gemv
+from strata.gpu.gemv.mixed import KINDS, MOST_MATRICES, Part, mixed
 from strata.gpu.lower import Lowering
 from strata.gpu.memory import TILES_OR_TERMS
 from strata.gpu.qsa_append import KvSlots
+from strata.gpu.weights import Matrix
 
+MIXED_ROWS = 8
+"""Most rows for which matrices of different formats that share their input are one launch; 0: never."""
 NGRAM_LIMIT_NS = 30_000_000_000
 """How long a window waits for its n-gram rows: far above any disk that still works."""
 
@@ -30,6 +34,16 @@ def _embed(c: Lowering, op: Op) -> None:
                 w.rows, c.error, c.where(op)))  # fmt: skip
 
 
+def _mixes(c: Lowering, op: Op, matrices: list[Matrix]) -> bool:
+    """Whether an op's products go out as one launch."""
+    if not c.fuse or c.T * op.consts["rows"] > MIXED_ROWS or not 2 <= len(matrices) <= MOST_MATRICES:
+        return False
+    following = c.next_op()
+    if following is not None and following.kind == "hc_squeeze":
+        return False  # a float product does that too
+    return all(m.format.name in KINDS for m in matrices) and any(m.format.group for m in matrices)
+
+
 def _linear(c: Lowering, op: Op) -> None:
     if c.norm_before is not None:
         hc_ops.norm_with_product(c, op)
@@ -40,6 +54,13 @@ def _linear(c: Lowering, op: Op) -> None:
     columns = matrices[0].columns
     for group in sorted({m.format.group for m in matrices} - {0}):
         c.activations(op, x, columns, group, T)
+    if _mixes(c, op, matrices):
+        parts = [Part(m.format, m.address, m.rows, c.at(op, f"y{i}")) for i, m in enumerate(matrices)]
+        parts.sort(key=lambda p: (p.format.group > 0, p.rows))
+        groups = {p.format.group for p in parts} - {0}
+        made = {group: c.activations(op, x, columns, group, T) for group in groups}
+        c.add(mixed(c.memory.address(x), T, columns, made, parts))
+        return
     for i, m in enumerate(matrices):
         y = c.at(op, f"y{i}")
         if m.format.group:

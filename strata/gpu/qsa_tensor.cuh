@@ -28,8 +28,19 @@ DEVICE void cells_down(const u16 *tile, int stride, u32 (&b)[2]) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1},[%2];" : "=r"(b[0]), "=r"(b[1]) : "r"(at) : "memory");
 }
 
+// Two float16 at once, one rounding each.
+DEVICE u32 mul_halves(u32 a, u32 b) { u32 r; asm("mul.rn.f16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+DEVICE u32 sub_halves(u32 a, u32 b) { u32 r; asm("sub.rn.f16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+
 #else
 
+static inline u32 both_halves(float low, float high) { return f32_half(low) | (u32)f32_half(high) << 16; }
+static inline u32 mul_halves(u32 a, u32 b) {
+    return both_halves(half_f32(a & 0xffff) * half_f32(b & 0xffff), half_f32(a >> 16) * half_f32(b >> 16));
+}
+static inline u32 sub_halves(u32 a, u32 b) {
+    return both_halves(half_f32(a & 0xffff) - half_f32(b & 0xffff), half_f32(a >> 16) - half_f32(b >> 16));
+}
 static inline void cells_down(const u16 *tile, int stride, u32 (&b)[2]) {
     int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
     for (int half = 0; half < 2; half++) {

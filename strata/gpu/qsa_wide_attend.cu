@@ -32,12 +32,14 @@ DEVICE void load_values(const void *cells, const u16 *scales, size_t head, int d
         return;
     }
     uint4 codes = *(const uint4 *)((const i8 *)cells + head * dh + i);
-    float step = half_f32(scales[head * (dh / SCALE_GROUP) + i / SCALE_GROUP]);
+    u32 step = scales[head * (dh / SCALE_GROUP) + i / SCALE_GROUP] * 0x10001u;
     u32 words[4] = {codes.x, codes.y, codes.z, codes.w}, pairs[8];
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
-        u32 word = words[j / 2] >> 16 * (j & 1);
-        pairs[j] = halves(mul32(i32_f32((i8)(word & 255)), step), mul32(i32_f32((i8)(word >> 8 & 255)), step));
+    for (int j = 0; j < 4; j++) {
+        // Behind a byte of 0x64, code + 128 is the float16 1152 + code; the product with a float16 rounds once.
+        u32 word = words[j] ^ 0x80808080u;
+        pairs[2 * j] = mul_halves(sub_halves(__byte_perm(word, 0x64646464u, 0x4140), 0x64806480u), step);
+        pairs[2 * j + 1] = mul_halves(sub_halves(__byte_perm(word, 0x64646464u, 0x4342), 0x64806480u), step);
     }
     out[0] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
     out[1] = make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);

@@ -32,13 +32,17 @@ ADVICE = {
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of the model. `data_start` and `file_bytes` are byte offsets in it, `metadata` its own keys."""
+    """One file of the model. `data_start` and `file_bytes` are byte offsets in it, `metadata` its own keys.
+
+    needed_bytes  length by its header; a file that is shorter was cut
+    """
 
     path: Path
     file_bytes: int
     data_start: int
     n_tensors: int
     metadata: Metadata
+    needed_bytes: int = 0
 
 
 def shard_paths(path: str | Path) -> list[Path]:
@@ -83,7 +87,9 @@ class GgufFile:
         except BaseException:
             self.close()
             raise
-        self.shards = [Shard(h.path, h.file_bytes, h.data_start, len(h.tensors), h.metadata) for h in headers]
+        self.shards = [
+            Shard(h.path, h.file_bytes, h.data_start, len(h.tensors), h.metadata, h.data_end) for h in headers
+        ]
         self.metadata = Metadata([(h.content, h.entries) for h in headers])
         self.architecture = self.metadata.need_str("general.architecture", "")
 

@@ -156,7 +156,7 @@ def _rt_tensors(folder: Path, model: DraftShape) -> list[DraftTensor]:
 
 def _nextn_tensors(block: GgufFile, gguf: GgufFile, model: DraftShape, source: str) -> list[DraftTensor]:
     place = MODEL if block is gguf else MAPPED
-    prefix, shapes = f"blk.{nextn.block_of(block)}.", model.shapes()
+    prefix, shapes = f"blk.{nextn.needed_block(block, source)}.", model.shapes()
     merged = f"{prefix}{nextn.GATE_UP}.weight" in block.tensors
     out = []
     for name in (*(p.name for p in PARTS), *EXPERTS):

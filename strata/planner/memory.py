@@ -294,8 +294,8 @@ def plan_file(path: str | Path, *, machine: Machine | None = None, measure: bool
     """Plan the load of a GGUF file (any shard) on `machine`, this one by default. Reads headers only.
 
     measure  time the CPU kernels of the file's types on this machine instead of taking listed rates
-    options  those of PlanOptions; besides, `slots` may be "all", `draft` what a load takes (a path, None, an object that drafts by
-             itself) and `profile` the path of a profile file
+    options  those of PlanOptions; besides, `slots` may be "all", `draft` what a load takes (a path, None, an object
+             that drafts by itself) and `profile` the path of a profile file
 
     Raises FileError or ModelError for a file that cannot be planned, BadArgument for options.
     """

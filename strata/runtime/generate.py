@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -119,10 +120,18 @@ class Generation:
     def done(self) -> bool:
         return self.finish_reason is not None
 
-    def read_prompt(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Reuse what the session holds and read the prompt up to its last token."""
+    def read_prompt(
+        self,
+        progress: Callable[[int, int], None] | None = None,
+        turn: Callable[[], AbstractContextManager] = nullcontext,
+    ) -> None:
+        """Reuse what the session holds and read the prompt up to its last token.
+
+        turn() holds the backend for a piece of it; without one the caller does.
+        """
         began = time.perf_counter()
-        self.counts.reused_tokens = self.session.rewind(self.prompt)
+        with turn():
+            self.counts.reused_tokens = self.session.rewind(self.prompt)
         total = len(self.prompt) - 1
 
         def tell(piece: Piece) -> None:
@@ -135,9 +144,11 @@ class Generation:
             windows_only=self.windows_only,
             after=tell,
             check=self._check,
+            turn=turn,
         )
         if self.speculator is not None:
-            self.speculator.begin(self.prompt)
+            with turn():
+                self.speculator.begin(self.prompt)
         self.counts.prompt_s += time.perf_counter() - began
         self._started = True
 
@@ -209,10 +220,18 @@ class Generation:
 
 
 def score(
-    session: SessionState, tokens: np.ndarray, windows_only: bool, sink: Callable[[int, np.ndarray], None]
+    session: SessionState,
+    tokens: np.ndarray,
+    windows_only: bool,
+    sink: Callable[[int, np.ndarray], None],
+    turn: Callable[[], AbstractContextManager] = nullcontext,
 ) -> None:
-    """Read tokens from an empty state and hand every row's logits to `sink(first position, (n, V) float32 view)`."""
-    session.clear()
+    """Read tokens from an empty state and hand every row's logits to `sink(first position, (n, V) float32 view)`.
+
+    turn() holds the backend for a piece of them; without one the caller does.
+    """
+    with turn():
+        session.clear()
     request = HeadRequest(full=True)
 
     def after(piece: Piece) -> None:
@@ -220,4 +239,4 @@ def score(
             n = min(WINDOW_ROWS, piece.n - row)
             sink(piece.start + row, session.backend.head(row, n, request).full)
 
-    session.read(tokens, windows_only=windows_only, after=after)
+    session.read(tokens, windows_only=windows_only, after=after, turn=turn)

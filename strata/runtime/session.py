@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Protocol
 
@@ -42,7 +43,8 @@ class Backend(Protocol):
 
 
 class SessionState:
-    """One conversation on a backend. Not thread-safe by itself: the model's turn lock is held around every call.
+    """One conversation on a backend. Not thread-safe by itself: the model's turn lock is held around every call, but
+    for `read`, which may take it piece by piece.
 
     context  cells of the session          tokens  int32 tokens whose rows the state holds
     mtp      driver of the draft layer, or None; speculator  who drafts for its windows, or None
@@ -113,11 +115,13 @@ class SessionState:
         windows_only: bool = False,
         after: Callable[[Piece], None] | None = None,
         check: Callable[[], None] | None = None,
+        turn: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
         """Read tokens[rows:] so that the state holds all of `tokens`; tokens[:rows] must be what it holds now.
 
         after  called after each piece, when its rows' streams are still in the backend (for logits)
         check  called before each piece; it may raise to cancel, and what was read until then stays
+        turn   holds the backend for a piece; between two of them it is free for other sessions
         """
         rows, chunk_rows = self.state.rows, self.backend.chunk_rows
         marks = checkpoint_marks(rows, len(tokens), turn_starts, chunk_rows)
@@ -126,17 +130,18 @@ class SessionState:
             if check is not None:
                 check()
             part = tokens[piece.start : piece.start + piece.n]
-            if piece.cell:
-                goes_on = behind is not None and behind.cell
-                self.prefill(part, tokens[behind.start : behind.start + behind.n] if goes_on else None)
-            else:
-                self.window(part)
-            if after is not None:
-                after(piece)
-            if not piece.cell:
-                self.commit(part, piece.n, eager=True)
-            if self.state.rows in marks:
-                self.ledger.take(self.tokens, self._drafter_slot())
+            with turn():
+                if piece.cell:
+                    goes_on = behind is not None and behind.cell
+                    self.prefill(part, tokens[behind.start : behind.start + behind.n] if goes_on else None)
+                else:
+                    self.window(part)
+                if after is not None:
+                    after(piece)
+                if not piece.cell:
+                    self.commit(part, piece.n, eager=True)
+                if self.state.rows in marks:
+                    self.ledger.take(self.tokens, self._drafter_slot())
 
     # ---- reuse
 

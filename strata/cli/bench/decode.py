@@ -70,7 +70,8 @@ def command(
         text = _stored("prompt.txt")
         bench = Speed(loaded, text)
         with working("warming up"):
-            bench.decode(WARM_UP_TOKENS, profile=False)
+            for profile_ops in (False, True):  # the clocks of steps are compiled on their first run
+                bench.decode(WARM_UP_TOKENS, profile=profile_ops)
             bench.prefill(min(prefill_tokens, 2 * CELL_ROWS))
         with Bar("measuring", "repeats") as bar:
             plain, split, reading = [], [], []

@@ -9,13 +9,12 @@ the first cache; between segments the lanes wait in memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from llvmlite import ir
 
 from strata.base.arithmetic import MAX_LANES
 from strata.base.compiled import CFunction
 from strata.cpu.gemv.frame import N_ARGS
+from strata.cpu.gemv.tiles import halve, lesser
 from strata.cpu.simd import Simd, Value, emitted, f32, i16, i64, kernel_intrinsic, vector
 from strata.cpu.tiers import needs_asking
 
@@ -26,15 +25,18 @@ _BLOCK_ROWS = 8
 _SEGMENT_STEPS = 16
 """Steps of 256 values in a segment: 16 KB of activations."""
 
+_HINT_BYTES, _HINT_LINES = 2048, 4
+"""How far ahead, and for one in how many lines, rows of one segment give hints, as in `frame`."""
+
 
 class Matrix:
-    """Reads weights and activations of one kernel. arguments: those of a kernel of R rows."""
+    """Reads weights and activations of one kernel, of a few rows or of any number (`gemv.table`)."""
 
-    def __init__(self, s: Simd, name: str, tier: int, arguments: Sequence[Value]):
+    def __init__(self, s: Simd, name: str, tier: int):
         self.s, self.name, self.width = s, name, tier // 32
         self.kind, self.value_bytes = (f32, 4) if name == "F32" else (i16, 2)
         self.masks = tier == 512 or name == "F32"
-        w, self.stride, self.n_rows, self.act, self.K, out, self.out_stride = arguments
+        w, self.stride, self.n_rows, self.act, self.K, *_, out, self.out_stride = s.args
         self.w, self.out = s.pointer(w), s.pointer(out)
         self.spare = None if self.masks else s.scratch(2 * self.width)
 
@@ -78,7 +80,7 @@ class Matrix:
         """Output of matrix row i: the rest of the halving tree. Zeros above the lanes of a short row change nothing."""
         s = self.s
         r = s.const(i64, r) if isinstance(r, int) else r
-        y = s.b.fadd(s.tree(_halve(s, vectors, 1)[0]), s.const(f32, 0.0))
+        y = s.b.fadd(s.tree(halve(s, vectors)[0]), s.const(f32, 0.0))
         s.store(y, self.out, s.b.add(s.times(i, 4), s.b.mul(self.out_stride, r)), align=4)
 
 
@@ -87,13 +89,6 @@ def _copy_i16(s: Simd) -> None:
     to, source = s.pointer(s.args[0]), s.pointer(s.args[1])
     with s.loop(s.args[2]) as i:
         s.store(s.load(source, s.times(i, 2), i16), to, s.times(i, 2))
-
-
-def _halve(s: Simd, vectors: list[Value], until: int) -> list[Value]:
-    while len(vectors) > until:
-        half = len(vectors) // 2
-        vectors = [s.b.fadd(vectors[i], vectors[i + half]) for i in range(half)]
-    return vectors
 
 
 class _Lanes:
@@ -146,10 +141,6 @@ class _Lanes:
         b.position_at_end(done)
 
 
-def lesser(s: Simd, x: Value, y: Value) -> Value:
-    return s.b.select(s.b.icmp_signed("<", x, y), x, y)
-
-
 def power_of_two(m: Matrix, powers: range) -> Value:
     """The largest 2^k <= K of the powers k, or the first of them."""
     s = m.s
@@ -169,12 +160,18 @@ class _LongRows:
         self.start = s.times(self.full, MAX_LANES)
         self.left = b.sub(m.K, self.start)
         self.step_bytes = MAX_LANES * m.value_bytes
+        self.segment_steps = s.const(i64, _SEGMENT_STEPS)
+        if R == 1 and not needs_asking():
+            one = b.icmp_signed("<=", self.full, self.segment_steps)
+            self.segment_steps = b.select(one, self.full, s.const(i64, 1))
 
     def _ask(self, row: Value, r: Value, at: Value, next_block: Value) -> None:
         """Prefetches of step `at` of a row: the same place in the next block, into the second cache.
 
         Rows of one segment are read in order, which the processor follows best by itself, so only the other activation
-        rows ask, each for its part. Between segments the reading jumps: all of it is asked for.
+        rows ask, each for its part; with one activation row there are hints. Between segments the reading jumps: all of
+        it is asked for. Then prefetches are dropped when they come too fast, and a processor that tries to follow gets
+        in their way: with one activation row segments are single steps, whose pieces are too short for that.
         """
         s, b = self.m.s, self.m.s.b
         lines = self.step_bytes // _LINE
@@ -186,17 +183,23 @@ class _LongRows:
             lines = -(-lines // (self.R - 1))
             wanted = b.icmp_signed(">", r, s.const(i64, 0))
             part = s.times(b.sub(r, s.const(i64, 1)), lines * _LINE)
-        with b.if_then(wanted):
-            place = s.at(s.at(row, s.times(at, self.step_bytes)), b.add(next_block, part))
-            for line in range(lines):
-                s.prefetch(place, _LINE * line, level=2)
+        here = s.at(row, s.times(at, self.step_bytes))
+        with b.if_else(wanted) as (ask, leave):
+            with ask:
+                place = s.at(here, b.add(next_block, part))
+                for line in range(lines):
+                    s.prefetch(place, _LINE * line, level=2)
+            with leave:
+                if self.R == 1:
+                    for at_bytes in range(0, self.step_bytes, _HINT_LINES * _LINE):
+                        s.prefetch(here, _HINT_BYTES + at_bytes, level=2)
 
     def _segment(self, i: Value, r: Value, segment: Value, kept: Value, next_block: Value) -> None:
         """A segment of matrix row i times activation row r. kept: where the lanes wait."""
         m, s, b = self.m, self.m.s, self.m.s.b
         row, x = m.row(i), m.x(r)
-        first = s.times(segment, _SEGMENT_STEPS)
-        steps = lesser(s, s.const(i64, _SEGMENT_STEPS), b.sub(self.full, first))
+        first = b.mul(segment, self.segment_steps)
+        steps = lesser(s, self.segment_steps, b.sub(self.full, first))
         self.lanes.clear()
         with b.if_then(b.icmp_signed(">", segment, s.const(i64, 0))):
             self.lanes.fetch(kept)
@@ -215,7 +218,7 @@ class _LongRows:
         m, s, b = self.m, self.m.s, self.m.s.b
         kept_bytes = 4 * MAX_LANES
         kept = s.scratch(_BLOCK_ROWS * self.R * kept_bytes)
-        n_segments = b.udiv(b.add(self.full, s.const(i64, _SEGMENT_STEPS - 1)), s.const(i64, _SEGMENT_STEPS))
+        n_segments = b.udiv(b.sub(b.add(self.full, self.segment_steps), s.const(i64, 1)), self.segment_steps)
         n_blocks = b.udiv(b.add(m.n_rows, s.const(i64, _BLOCK_ROWS - 1)), s.const(i64, _BLOCK_ROWS))
         with s.loop(n_blocks) as block:
             first = s.times(block, _BLOCK_ROWS)
@@ -251,7 +254,7 @@ def _tiny_rows(m: Matrix, R: int) -> None:
 
 
 def _emit(s: Simd, name: str, R: int, tier: int) -> None:
-    m, b = Matrix(s, name, tier, s.args), s.b
+    m, b = Matrix(s, name, tier), s.b
     long, tiny = (b.icmp_signed(sign, m.K, s.const(i64, n)) for sign, n in ((">=", MAX_LANES), ("<", m.width)))
     with b.if_then(long):
         _LongRows(m, R).write()

@@ -4,10 +4,10 @@ A kernel of a few rows converts every weight once for each of them and adds up o
 activation rows a tile of several matrix and several activation rows shares both:
 
 short rows   (less than 512 values: one or two a lane) a vector holds one value of as many matrix rows as it has places,
-             and an activation is spread. The halving tree is then one over whole vectors, without a shuffle. The values
-             of a block of matrix rows are transposed once for all activation rows and stay in the first cache.
-long rows    a vector holds neighbouring lanes of one output, as many outputs as registers allow are summed at a time, and
-             every vector that is read serves a whole row or column of the tile. At the end the trees of the tile's
+             and an activation is spread. The halving tree is then one over whole vectors, without a shuffle. The
+             values of a block of matrix rows are transposed once for all activation rows and stay in the first cache.
+long rows    a vector holds neighbouring lanes of one output, as many outputs as registers allow are summed at a time,
+             and every vector that is read serves a whole row or column of the tile. At the end the trees of the tile's
              outputs are added side by side.
 """
 
@@ -17,11 +17,9 @@ from llvmlite import ir
 
 from strata.base.arithmetic import MAX_LANES
 from strata.base.compiled import CFunction
-from strata.cpu.gemv.float_simd import FORMATS, Matrix, lesser, power_of_two
+from strata.cpu.gemv.float_simd import FORMATS, Matrix, power_of_two
+from strata.cpu.gemv.tiles import N_ARGS, Tiles, halve, transpose
 from strata.cpu.simd import Simd, Value, f32, i8, i64, kernel_intrinsic, vector
-
-N_ARGS = 8
-"""Arguments of a kernel: w, w_stride, n_rows, act, K, T, out, out_stride."""
 
 LONG = 2 * MAX_LANES
 """Values from which a row is a long one."""
@@ -29,72 +27,10 @@ LONG = 2 * MAX_LANES
 LEAST_VALUES = 16
 """Shorter rows than this are left to the kernels of a few rows."""
 
-__all__ = ["FORMATS", "LEAST_VALUES", "LONG", "N_ARGS", "kernel"]
-
-
-class _Tiles:
-    """A kernel's matrix and its edges: rows past the last stand for the last, and are not stored."""
-
-    def __init__(self, s: Simd, name: str, tier: int):
-        self.s, self.b = s, s.b
-        *first, self.T, out, out_stride = s.args
-        self.m = Matrix(s, name, tier, (*first, out, out_stride))
-        self.width = self.m.width
-
-    def const(self, n: int) -> Value:
-        return self.s.const(i64, n)
-
-    def blocks(self, count: Value, size: int) -> Value:
-        return self.b.udiv(self.b.add(count, self.const(size - 1)), self.const(size))
-
-    def rows(self, first: Value, n: int) -> list[Value]:
-        """Pointers to n matrix rows."""
-        return [self.m.row(self._inside(first, k, self.m.n_rows)) for k in range(n)]
-
-    def xs(self, first: Value, n: int) -> list[Value]:
-        """Pointers to n activation rows."""
-        return [self.m.x(self._inside(first, k, self.T)) for k in range(n)]
-
-    def _inside(self, first: Value, k: int, end: Value) -> Value:
-        return lesser(self.s, self.b.add(first, self.const(k)), self.b.sub(end, self.const(1)))
-
-    def out(self, i: Value, t: Value) -> Value:
-        """Pointer to the output of matrix row i and activation row t."""
-        s, m = self.s, self.m
-        return s.at(m.out, self.b.add(s.times(i, 4), self.b.mul(m.out_stride, t)))
-
-    def store(self, values: Value, i: Value, t: Value, spare: Value) -> None:
-        """values, + 0.0, of matrix rows from i on and activation row t, where there are such rows."""
-        s, b = self.s, self.b
-        n = values.type.count
-        values = b.fadd(values, s.splat(f32, n, 0.0))
-        count, to = b.sub(self.m.n_rows, i), self.out(i, t)
-        with b.if_then(b.icmp_signed("<", t, self.T)):
-            with b.if_else(b.icmp_signed(">=", count, self.const(n))) as (whole, some):
-                with whole:
-                    s.store(values, to, align=4)
-                with some:
-                    s.store(values, spare)
-                    with s.loop(count) as k:
-                        s.store(s.load(spare, s.times(k, 4), f32), to, s.times(k, 4), align=4)
+__all__ = ["FORMATS", "LEAST_VALUES", "LONG", "kernel"]
 
 
 # ---- short rows
-
-
-def _transpose(s: Simd, rows: list[Value]) -> list[Value]:
-    """Element e of vector i becomes element i of vector e; as many vectors as elements."""
-    n, distance = len(rows), 1
-    while distance < n:
-        low = [e if not e & distance else n + e - distance for e in range(n)]
-        high = [e + distance if not e & distance else n + e for e in range(n)]
-        turned = list(rows)
-        for i in range(n):
-            if not i & distance:
-                a, b = rows[i], rows[i + distance]
-                turned[i], turned[i + distance] = s.pick(a, low, b), s.pick(a, high, b)
-        rows, distance = turned, 2 * distance
-    return rows
 
 
 def _reversed_bits(n: int) -> list[int]:
@@ -106,41 +42,40 @@ class _ShortRows:
     """Rows of one to two values a lane. Lanes are taken four at a time, those that the tree adds first, in an order in
     which every sum of the tree can be formed as soon as its second part is there."""
 
-    def __init__(self, tiles: _Tiles):
+    def __init__(self, tiles: Tiles, m: Matrix):
         s = tiles.s
-        self.tiles, self.s, self.b, self.width = tiles, s, s.b, tiles.width
+        self.tiles, self.m, self.s, self.b, self.width = tiles, m, s, s.b, tiles.width
         self.together = 8 if self.width == 16 else 4
         self.line = 4 * self.width
         quarter = MAX_LANES // 4
         self.turned = s.scratch(LONG * self.line)
         self.waiting = s.scratch((quarter.bit_length()) * self.together * self.line)
-        self.spare = s.scratch(self.line)
         self.order = s.table("strata_reversed_bits", i8, _reversed_bits(quarter))
-        m = tiles.m
         self.lanes = power_of_two(m, range(self.width.bit_length() - 1, MAX_LANES.bit_length()))
         self.quarter = s.b.lshr(self.lanes, tiles.const(2))
         self.left = s.b.sub(m.K, self.lanes)
 
     def write(self) -> None:
         tiles, s = self.tiles, self.s
-        with s.loop(tiles.blocks(tiles.m.n_rows, self.width)) as block:
+        with s.loop(tiles.blocks(tiles.n_rows, self.width)) as block:
             i = s.times(block, self.width)
             self._turn(i)
             with s.loop(tiles.blocks(tiles.T, self.together)) as part:
                 t = s.times(part, self.together)
                 for k, total in enumerate(self._products(tiles.xs(t, self.together))):
-                    tiles.store(total, i, self.b.add(t, tiles.const(k)), self.spare)
+                    tiles.store(total, i, self.b.add(t, tiles.const(k)))
 
     def _turn(self, i: Value) -> None:
         """Transpose the values of a block of matrix rows."""
-        tiles, s, b, m = self.tiles, self.s, self.b, self.tiles.m
+        tiles, s, b, m = self.tiles, self.s, self.b, self.m
         rows = tiles.rows(i, self.width)
         whole = b.lshr(m.K, tiles.const(self.width.bit_length() - 1))
         rest = b.and_(m.K, tiles.const(self.width - 1))
 
         def keep(values: list[Value], first: Value) -> None:
-            for k, value in enumerate(_transpose(s, values)):
-                s.store(value, self.turned, b.add(s.times(first, self.line), tiles.const(self.line * k)), align=self.line)
+            to = s.at(self.turned, s.times(first, self.line))
+            for k, value in enumerate(transpose(s, values)):
+                s.store(value, to, self.line * k, align=self.line)
 
         with s.loop(whole) as u:
             first = s.times(u, self.width)
@@ -213,33 +148,32 @@ def _trees(s: Simd, rows: list[Value]) -> Value:
 class _LongRows:
     """Rows of at least two values a lane, all 256 lanes. A tile has as many outputs as a vector has places."""
 
-    def __init__(self, tiles: _Tiles):
+    def __init__(self, tiles: Tiles, m: Matrix):
         s = tiles.s
-        self.tiles, self.s, self.b, self.width = tiles, s, s.b, tiles.width
+        self.tiles, self.m, self.s, self.b, self.width = tiles, m, s, s.b, tiles.width
         self.high, self.wide = self.width // 4, 4
         self.line = 4 * self.width
         self.groups = MAX_LANES // self.width
         self.parts = s.scratch(self.groups * self.width * self.line)
-        self.spare = s.scratch(self.line)
-        self.full = s.b.lshr(tiles.m.K, tiles.const(MAX_LANES.bit_length() - 1))
-        self.left = s.b.and_(tiles.m.K, tiles.const(MAX_LANES - 1))
+        self.full = s.b.lshr(tiles.K, tiles.const(MAX_LANES.bit_length() - 1))
+        self.left = s.b.and_(tiles.K, tiles.const(MAX_LANES - 1))
 
     def write(self) -> None:
         tiles, s, b = self.tiles, self.s, self.b
         with s.loop(tiles.blocks(tiles.T, self.wide)) as part:
             t = s.times(part, self.wide)
             xs = tiles.xs(t, self.wide)
-            with s.loop(tiles.blocks(tiles.m.n_rows, self.high)) as block:
+            with s.loop(tiles.blocks(tiles.n_rows, self.high)) as block:
                 i = s.times(block, self.high)
                 self._sums(tiles.rows(i, self.high), xs)
                 totals = self._totals()
                 for k in range(self.wide):
                     some = s.part(totals, k * self.high, self.high)
-                    tiles.store(some, i, b.add(t, tiles.const(k)), self.spare)
+                    tiles.store(some, i, b.add(t, tiles.const(k)))
 
     def _sums(self, rows: list[Value], xs: list[Value]) -> None:
         """Lanes of all outputs, a group of neighbours at a time, to memory."""
-        tiles, s, b, m = self.tiles, self.s, self.b, self.tiles.m
+        tiles, s, b, m = self.tiles, self.s, self.b, self.m
         sums = [s.variable(vector(f32, self.width)) for _ in range(self.width)]
 
         def take(ws: list[Value], values: list[Value]) -> None:
@@ -266,33 +200,30 @@ class _LongRows:
                 s.store(s.get(place), self.parts, at, align=self.line)
 
     def _totals(self) -> Value:
-        s, b = self.s, self.b
-        step = self.width * self.line
+        s, step = self.s, self.width * self.line
         with s.loop(self.width) as k:
             first = s.at(self.parts, s.times(k, self.line))
             parts = [s.load(first, g * step, f32, self.width, align=self.line) for g in range(self.groups)]
-            while len(parts) > 1:
-                half = len(parts) // 2
-                parts = [b.fadd(parts[g], parts[g + half]) for g in range(half)]
-            s.store(parts[0], first, align=self.line)
-        return _trees(s, [s.load(self.parts, k * self.line, f32, self.width, align=self.line) for k in range(self.width)])
+            s.store(halve(s, parts)[0], first, align=self.line)
+        n = self.width
+        return _trees(s, [s.load(self.parts, k * self.line, f32, n, align=self.line) for k in range(n)])
 
 
 def _emit(s: Simd, name: str, tier: int) -> None:
-    tiles, b = _Tiles(s, name, tier), s.b
-    with b.if_else(b.icmp_signed(">=", tiles.m.K, tiles.const(LONG))) as (long, short):
+    m = Matrix(s, name, tier)
+    tiles = Tiles(s, s.times(m.K, 4), m.width)
+    with s.b.if_else(s.b.icmp_signed(">=", m.K, s.const(i64, LONG))) as (long, short):
         with long:
-            _LongRows(tiles).write()
+            _LongRows(tiles, m).write()
         with short:
-            _ShortRows(tiles).write()
+            _ShortRows(tiles, m).write()
 
 
 _product = kernel_intrinsic("float_wide", _emit, N_ARGS)
 
 
 def kernel(name: str, tier: int) -> CFunction:
-    """The kernel of a float format for any number of activation rows: (w, w_stride, n_rows, act, K, T, out, out_stride)
-    as `gemv.table` describes them, T the activation rows. K >= LEAST_VALUES."""
+    """The kernel of a float format for any number of activation rows, see `gemv.table`; K >= LEAST_VALUES."""
 
     def product(w, w_stride, n_rows, act, K, T, out, out_stride):
         _product(name, tier, w, w_stride, n_rows, act, K, T, out, out_stride)

@@ -18,6 +18,10 @@ from strata.cpu.simd import Simd, Value, f32, i64, vector
 PREFETCH_BYTES = 4096
 """How far ahead of its use a cache line is asked for: the hardware's own prefetcher stops at pages."""
 
+HINT_BYTES, HINT_STEPS = 2048, 4
+"""How far ahead, and in every how many steps, a hint is given: a prefetch of one line into the second cache. The lines
+between are fetched by the processor, which hints lead over the ends of pages."""
+
 N_ARGS = 7
 """Arguments of a kernel: w, w_stride, n_rows, act, K, out, out_stride."""
 
@@ -72,7 +76,8 @@ class Step:
                                    of a row, else None
     multiply(s, weights, x, part, lanes)   adds to the lanes; x: pointer to the record's step
     lowest          +1 or -1: the format has minima, which are added or subtracted; 0: it has none
-    asks            a kernel of one activation row prefetches; those of several always do
+    asks            a kernel of one activation row prefetches every line; those of several always do
+    hints           if it does not ask, it gives hints
     """
 
     values: int
@@ -84,6 +89,7 @@ class Step:
     parts: int = 1
     lowest: int = 0
     asks: bool = True
+    hints: bool = False
 
     @property
     def bytes(self) -> int:
@@ -122,6 +128,10 @@ def emit_product(s: Simd, step: Step, tier: int, R: int) -> None:
             if step.asks or R > 1:
                 for line in range(0, step.bytes, 64):
                     s.prefetch(s.at(row, s.times(u, step.bytes)), PREFETCH_BYTES + line)
+            elif step.hints:
+                due = b.icmp_unsigned("==", b.and_(u, s.const(i64, HINT_STEPS - 1)), s.const(i64, 0))
+                with b.if_then(due):
+                    s.prefetch(s.at(row, s.times(u, step.bytes)), HINT_BYTES, level=2)
             take(row, u, None)
         if step.blocks > 1:
             with b.if_then(b.icmp_unsigned("!=", left, s.const(i64, 0))):

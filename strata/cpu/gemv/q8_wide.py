@@ -13,7 +13,7 @@ from strata.cpu.gemv.records import SCALE_BYTES, records_for
 from strata.cpu.gemv.tiles import N_ARGS, Tiles, halve, transpose
 from strata.cpu.simd import Simd, Value, f32, i8, i16, i32, i64, kernel_intrinsic, vector
 
-TIER = 512
+FORMAT, TIER = "Q8_0", 512
 WIDTH = 16
 TOGETHER = 2
 """Activation rows taken at a time."""
@@ -32,7 +32,7 @@ _TURNED_BYTES = (2 * LANES + 1) * _LINE
 
 class _Product:
     def __init__(self, s: Simd):
-        self.s, self.b, self.layout = s, s.b, records_for("Q8_0", TIER)
+        self.s, self.b, self.layout = s, s.b, records_for(FORMAT, TIER)
         K = s.args[4]
         steps = s.b.udiv(s.b.add(K, s.const(i64, 2 * BLOCK - 1)), s.const(i64, 2 * BLOCK))
         self.tiles = Tiles(s, s.times(steps, self.layout.step_bytes), WIDTH)
@@ -111,7 +111,7 @@ _product = kernel_intrinsic("q8_wide", _emit, N_ARGS)
 
 
 def kernel() -> CFunction:
-    """The kernel for any number of activation rows, as `gemv.table` describes it; K <= MOST_VALUES."""
+    """The kernel for any number of activation rows as `gemv.table` describes it; K <= MOST_VALUES."""
 
     def product(w, w_stride, n_rows, act, K, T, out, out_stride):
         _product(w, w_stride, n_rows, act, K, T, out, out_stride)

@@ -18,9 +18,9 @@ from strata.cpu.tiers import needs_asking
 
 TIER = 512
 
-_ASKING = ("IQ4_NL", "Q2_0", "Q4_1")
-"""Formats whose kernel of one activation row runs 5 to 20 % faster from memory with prefetches on a Zen 4, where the
-others lose as much; see `needs_asking` for other processors."""
+_ASKING, _HINTING = ("Q2_0", "Q4_1"), ("IQ4_NL", "MXFP4", "Q4_0", "Q8_0")
+"""Formats whose kernel of one activation row runs faster from memory with prefetches on a Zen 4, and with hints; the
+others lose by both. See `needs_asking` for other processors."""
 
 
 class _Blocks:
@@ -100,7 +100,7 @@ def _step(f: Small) -> Step:
 
     return Step(
         layout.values, f.blocks, f.block_bytes, layout.step_bytes, unpack, multiply, lowest=1 if f.minimum else 0,
-        asks=f.name in _ASKING or needs_asking(),
+        asks=f.name in _ASKING or needs_asking(), hints=f.name in _HINTING,
     )  # fmt: skip
 
 
@@ -121,7 +121,9 @@ def _q8_0_step() -> Step:
         total = s.dpbusd(correction, s.load(x, 0, i8, 64), codes)
         lanes.add(0, total, s.b.fmul(scales, s.load(x, layout.values, f32, 16)))
 
-    return Step(layout.values, 2, 34, layout.step_bytes, unpack, multiply, asks=needs_asking())
+    return Step(
+        layout.values, 2, 34, layout.step_bytes, unpack, multiply, asks=needs_asking(), hints="Q8_0" in _HINTING
+    )
 
 
 @cache

@@ -10,9 +10,9 @@ A kernel is a C function, all arguments int64:
     K                values of a row, a multiple of the format's block
     out, out_stride  float32 results: activation row r, matrix row i at out + r * out_stride + 4 i (strides in bytes)
 
-Float formats also have one for any number of activation rows, worth its preparations from about 9 on:
+Some formats also have one for any number of activation rows, worth its preparations from MANY_ROWS on:
 
-    wide_kernel(w, w_stride, n_rows, act, K, T, out, out_stride)
+    kernel(w, w_stride, n_rows, act, K, T, out, out_stride)
 
 and a quantiser is one too, writing R records:
 
@@ -34,13 +34,26 @@ import numpy as np
 
 from strata.base.compiled import CFunction
 from strata.base.errors import BadArgument
-from strata.cpu.gemv import float_simd, float_wide, floats, records, records256, small256, small512, super_kernels
+from strata.cpu.gemv import (
+    float_simd,
+    float_wide,
+    floats,
+    q8_wide,
+    records,
+    records256,
+    small256,
+    small512,
+    super_kernels,
+)
 from strata.cpu.gemv.activations import quantise_p32, quantise_p256, swiglu_rows
 from strata.cpu.gemv.portable import QUANTISED
 from strata.cpu.gemv.rows import MOST_ROWS, record_bytes
 from strata.cpu.tiers import PORTABLE, available_tiers, best_tier
 from strata.cpu.tiers import TIERS as ALL_TIERS
 from strata.pack.formats import BlockFormat
+
+MANY_ROWS = 9
+"""Activation rows from which the kernel for any number of them is taken, where there is one: no window has so many."""
 
 TIERS = available_tiers()
 """Tiers of this machine, slowest first."""
@@ -160,15 +173,39 @@ def kernel(format: BlockFormat, R: int, tier: int | None = None) -> int:
     return kernel_function(format, R, tier).address
 
 
-def has_wide_kernel(format: BlockFormat, K: int, tier: int | None = None) -> bool:
-    """Whether there is a kernel for any number of activation rows of K values."""
-    return _checked(format, tier) != PORTABLE and format.name in float_wide.FORMATS and K >= float_wide.LEAST_VALUES
+@dataclass(frozen=True)
+class WideKernel:
+    """A kernel for any number of activation rows, for rows of some lengths."""
+
+    function: CFunction
+    least_values: int
+    most_values: int
 
 
 @cache
-def wide_kernel(format: BlockFormat, tier: int | None = None) -> CFunction:
-    """That kernel, not yet compiled."""
-    return float_wide.kernel(format.name, _checked(format, tier))
+def _wide_kernel(format: BlockFormat, tier: int) -> WideKernel | None:
+    if tier != PORTABLE and format.name in float_wide.FORMATS:
+        return WideKernel(float_wide.kernel(format.name, tier), float_wide.LEAST_VALUES, 1 << 40)
+    if tier == q8_wide.TIER and format.name == q8_wide.FORMAT:
+        return WideKernel(q8_wide.kernel(), q8_wide.BLOCK, q8_wide.MOST_VALUES)
+    return None
+
+
+def wide_kernel(format: BlockFormat, tier: int | None = None) -> WideKernel | None:
+    """The kernel of `format` for any number of activation rows, not yet compiled; None where there is none."""
+    return _wide_kernel(format, _checked(format, tier))
+
+
+def kernel_table(format: BlockFormat, tier: int | None = None) -> np.ndarray:
+    """(7,) int64, what `cpu.linear.multiply` wants. Compiles all.
+
+    Addresses of the kernels for 1..4 activation rows and of the one for any number, or 0; least and most values that a
+    row may have for that one.
+    """
+    wide = wide_kernel(format, tier)
+    addresses = [kernel(format, R, tier) for R in range(1, MOST_ROWS + 1)]
+    last = (wide.function.address, wide.least_values, wide.most_values) if wide else (0, 0, 0)
+    return np.array([*addresses, *last], np.int64)
 
 
 def layout_of(format: BlockFormat, tier: int | None = None) -> ActivationLayout:

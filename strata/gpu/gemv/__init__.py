@@ -26,7 +26,7 @@ BLOCKS_WANTED = 1024
 NOWHERE = np.uint64(0)
 
 
-SPLIT = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "IQ4_XS", "Q2_0")
+SPLIT = ("Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "IQ4_XS", "Q2_0")
 """Formats with a second kernel for matrices of few rows: those that dense tensors of releases have."""
 SPLIT_ROWS = 8
 SPLIT_MOST_ROWS = 6144

@@ -32,15 +32,21 @@ def block_of(gguf: GgufFile) -> int | None:
     return min(found, default=None)
 
 
+def needed_block(gguf: GgufFile, source: str) -> int:
+    """The same; ModelError if there is none."""
+    block = block_of(gguf)
+    if block is None:
+        raise ModelError(f"{source} holds no draft layer", found="no tensor blk.*.nextn.eh_proj.weight")
+    return block
+
+
 def read_nextn(gguf: GgufFile, model: DraftShape, source: str) -> dict[str, HeldTensor]:
     """Held tensors by name, `mtp.` in front, in place. model: the shape that the model needs.
 
     Gate and up experts in one tensor are copied apart. ModelError for a missing tensor, another model's, or a block
     with tensors that this layer has no place for.
     """
-    block = block_of(gguf)
-    if block is None:
-        raise ModelError(f"{source} holds no draft layer", found="no tensor blk.*.nextn.eh_proj.weight")
+    block = needed_block(gguf, source)
     prefix = f"blk.{block}."
     files = {p.name: prefix + NEXTN.get(p.name, p.name) + ".weight" for p in PARTS}
     files |= dict.fromkeys(("fc_embedding", "fc_hidden"), f"{prefix}{EH_PROJ}.weight")

@@ -1,0 +1,107 @@
+// Products of one input with up to five dense matrices of different formats as one launch: the bits of `product` and
+// `float_gemv`. A warp takes a unit of one matrix, eight rows of a quantised one or one row of a float one, so small
+// matrices fill processors that large ones leave idle, and nothing waits for a fork.
+#include "float_rows.cuh"
+#include "gemv/iq4_xs.cuh"
+#include "gemv/k.cuh"
+#include "gemv/kernels.cuh"
+#include "gemv/q8_0.cuh"
+
+// Behind the float kinds: formats by number, as gemv/mixed.py has them.
+enum { FIRST_FORMAT = 3 };
+
+struct Part {
+    const u8 *w;
+    float *y;
+    int rows, kind, unit;
+};
+
+#define PARTS                                                                                                          \
+    const u8 *w0, float *y0, int n0, int k0, const u8 *w1, float *y1, int n1, int k1, const u8 *w2, float *y2, int n2, \
+        int k2, const u8 *w3, float *y3, int n3, int k3, const u8 *w4, float *y4, int n4, int k4
+
+// Which matrix a unit belongs to; w null behind the last one.
+DEVICE Part part_of(int unit, PARTS) {
+    auto units = [](int rows, int kind) { return kind < FIRST_FORMAT ? rows : (rows + 7) >> 3; };
+    int n = units(n0, k0);
+    if (unit < n) return {w0, y0, n0, k0, unit};
+    unit -= n, n = units(n1, k1);
+    if (unit < n) return {w1, y1, n1, k1, unit};
+    unit -= n, n = units(n2, k2);
+    if (unit < n) return {w2, y2, n2, k2, unit};
+    unit -= n, n = units(n3, k3);
+    if (unit < n) return {w3, y3, n3, k3, unit};
+    unit -= n, n = units(n4, k4);
+    if (unit < n) return {w4, y4, n4, k4, unit};
+    return {nullptr, nullptr, 0, 0, 0};
+}
+
+template <class F, int T, int M>
+DEVICE void quantised_unit(const Part &p, const Quantised &x, int from, int n, int K) {
+    int lane = threadIdx.x & 31, q = lane & 7, last = (p.rows - 1) >> 2;
+    size_t bytes = row_block_bytes<F>(K);
+    const u8 *block[2] = {p.w + 2 * p.unit * bytes, p.w + min(2 * p.unit + 1, last) * bytes};
+    Columns<T> columns = {x.codes, x.scales, x.sums, {}};
+#pragma unroll
+    for (int t = 0; t < T; t++) columns.row[t] = (u32)(from + (t < n ? t : n - 1)) * (u32)K;
+    float out[2][T];
+    multiply<F, 2, T, Depth<F, T, M>::VALUE>(block, K, columns, nullptr, out);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        int row = 4 * (2 * p.unit + r) + (lane >> 3);
+#pragma unroll
+        for (int t = 0; t < T; t++)
+            if (q == r * T + t && t < n && row < p.rows) p.y[(size_t)(from + t) * p.rows + row] = out[r][t];
+    }
+}
+
+template <class F, int M>
+DEVICE void quantised_columns(const Part &p, const Quantised &x, int from, int n, int K) {
+    if (M == 1 || n == 1) quantised_unit<F, 1, M>(p, x, from, n, K);
+    else if (n == 2) quantised_unit<F, M == 1 ? 1 : 2, M>(p, x, from, n, K);
+    else quantised_unit<F, M, M>(p, x, from, n, K);
+}
+
+template <int T>
+DEVICE void float_unit(const Part &p, const float *x, int from, int n, int K) {
+    int t = threadIdx.x & 31, lanes = lanes_of(K, 256);
+    float acc[T][8];
+#pragma unroll
+    for (int c = 0; c < T; c++)
+#pragma unroll
+        for (int j = 0; j < 8; j++) acc[c][j] = 0.f;
+    if (8 * t < lanes) chains_of<8, T>(p.kind, p.w, p.unit, x + (size_t)from * K, n, K, 8 * t, lanes, acc);
+#pragma unroll
+    for (int c = 0; c < T; c++) {
+        float s = add32(tree_of_eights(acc[c]), 0.f);
+        if (t == 0 && c < n) p.y[(size_t)(from + c) * p.rows + p.unit] = s;
+    }
+}
+
+// x (columns, K) as float32 and in groups of 256 and 32, where a matrix wants them. Grid: (columns / M, units / warps).
+template <int M>
+__global__ void __launch_bounds__(256, 2)
+mixed(const float *x, int columns, int K, const i8 *codes256, const float *scales256, const int *sums256,
+      const i8 *codes32, const float *scales32, const int *sums32, PARTS) {
+    Part p = part_of(blockIdx.y * (blockDim.x >> 5) + (threadIdx.x >> 5), w0, y0, n0, k0, w1, y1, n1, k1, w2, y2, n2, k2,
+                     w3, y3, n3, k3, w4, y4, n4, k4);
+    if (!p.w) return;
+    int from = blockIdx.x * M, n = columns - from < M ? columns - from : M;
+    Quantised wide = {codes256, scales256, sums256}, narrow = {codes32, scales32, sums32};
+    if (p.kind < FIRST_FORMAT) {
+        if (n <= 2) float_unit<M < 2 ? 1 : 2>(p, x, from, n, K);
+        else float_unit<M>(p, x, from, n, K);
+    } else if (p.kind == FIRST_FORMAT) {
+        quantised_columns<Q3_K, M>(p, wide, from, n, K);
+    } else if (p.kind == FIRST_FORMAT + 1) {
+        quantised_columns<Q4_K, M>(p, wide, from, n, K);
+    } else if (p.kind == FIRST_FORMAT + 2) {
+        quantised_columns<Q5_K, M>(p, wide, from, n, K);
+    } else if (p.kind == FIRST_FORMAT + 3) {
+        quantised_columns<Q6_K, M>(p, wide, from, n, K);
+    } else if (p.kind == FIRST_FORMAT + 4) {
+        quantised_columns<IQ4_XS, M>(p, wide, from, n, K);
+    } else {
+        quantised_columns<Q8_0, M>(p, narrow, from, n, K);
+    }
+}

@@ -1,0 +1,67 @@
+"""Products of one input with several dense matrices of different formats, quantised or float, as one launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from strata.base.errors import need
+from strata.gpu.activations import Activations
+from strata.gpu.gemv import BLOCKS_WANTED, COLUMNS, MOST_COLUMNS
+from strata.gpu.launch import Launch, Source, i32, launch, pointer
+from strata.pack.formats import BlockFormat
+
+SOURCE = Source("gemv/mixed.cu", tuple(f"mixed<{M}>" for M in COLUMNS))
+MOST_MATRICES = 5
+FLOATS = ("F32", "F16", "BF16")
+KINDS = {name: i for i, name in enumerate((*FLOATS, "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "Q8_0"))}
+"""Formats that the kernel is compiled for, by its numbers: those of attention in releases."""
+UNIT_ROWS = 8
+"""Rows of a quantised matrix that a warp takes; of a float one it takes one."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A matrix (rows, K) at `address`, 16-byte aligned, relaid if quantised; y address of its output (T, rows)."""
+
+    format: BlockFormat
+    address: int
+    rows: int
+    y: int
+
+    @property
+    def units(self) -> int:
+        return -(-self.rows // UNIT_ROWS) if self.format.group else self.rows
+
+
+def mixed(x: int, T: int, K: int, quantised: dict[int, Activations], parts: list[Part]) -> list[Launch]:
+    """y (T, rows) float32 of every part = the part times x.
+
+    x: 16-byte aligned address of float32 (T, K). quantised: its activations by group, for the parts that want them.
+    Parts with little work each should come first.
+    """
+    need(1 <= len(parts) <= MOST_MATRICES and all(p.format.name in KINDS for p in parts), "a list of matrices",
+         found=[p.format.name for p in parts], needed=f"up to {MOST_MATRICES} in " + ", ".join(KINDS))  # fmt: skip
+    need(0 < T <= MOST_COLUMNS and K % 8 == 0 and x % 16 == 0, "rows of a product", found=(T, K, x % 16),
+         needed=f"up to {MOST_COLUMNS} of K values in eights, 16-byte aligned")  # fmt: skip
+    for p in parts:
+        group = p.format.group
+        need(p.rows > 0 and p.address % 16 == 0 and K % p.format.block_values == 0, f"a matrix in {p.format.name}",
+             found=(p.rows, K), needed=f"rows of a multiple of {p.format.block_values} values")  # fmt: skip
+        made = quantised.get(group)
+        need(not group or (made is not None and (made.T, made.K, made.group) == (T, K, group)),
+             f"activations of a product with {p.format.name}", found=made, needed=f"groups of {group}")  # fmt: skip
+    places: list[np.generic] = []
+    for group in (256, 32):
+        made = quantised.get(group)
+        places += [pointer(at) for at in ((made.codes, made.scales, made.sums) if made else (0, 0, 0))]
+    words: list[np.generic] = []
+    for p in parts:
+        words += [pointer(p.address), pointer(p.y), i32(p.rows), i32(KINDS[p.format.name])]
+    words += [pointer(0), pointer(0), i32(0), i32(0)] * (MOST_MATRICES - len(parts))
+    M, units, warps = COLUMNS[0] if T == 1 else COLUMNS[1], sum(p.units for p in parts), 8
+    while warps > 1 and -(-units // warps) < BLOCKS_WANTED:
+        warps //= 2
+    grid = (-(-T // M), -(-units // warps))
+    return [launch(SOURCE, f"mixed<{M}>", grid, 32 * warps, pointer(x), i32(T), i32(K), *places, *words)]
