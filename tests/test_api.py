@@ -37,7 +37,8 @@ def model(path):
         ({"context": 9}, "context"), ({"context": 0}, "context"), ({"context": 2.5}, "context"),
         ({"context": "4K"}, "context"),
         ({"sessions": 0}, "sessions"), ({"sessions": True}, "sessions"), ({"checkpoints": -1}, "checkpoints"),
-        ({"pin": "yes"}, "pin"), ({"pin": None}, "pin"), ({"draft": ""}, "draft is empty"), ({"progress": 3}, "progress"),
+        ({"pin": "yes"}, "pin"), ({"pin": None}, "pin"), ({"draft": ""}, "draft is empty"),
+        ({"progress": 3}, "progress"),
         ({"threads": 0}, "threads"), ({"threads": "2"}, "threads"), ({"threads": 5000}, "threads"),
         ({"kv": "f8"}, "kv"), ({"kv": None}, "kv"), ({"prefill": "fast"}, "prefill"), ({"draft": 3}, "draft"),
         ({"contxt": 5}, "Did you mean context"), ({"max_context": 5}, "Did you mean context"),
@@ -184,9 +185,9 @@ def test_values_out_of_range(model, options):
 
 @pytest.mark.parametrize(
     "prompt",
-    [None, b"ab", bytearray(b"ab"), memoryview(b"ab"), 5, 1.5, [1.5], [[1, 2]], [[1, 2], [3]], ["a"], {1: 2}, iter([1]), [True], np.zeros((2, 2), int),
-     [2**70], object()],
-    ids=repr,
+    [None, b"ab", bytearray(b"ab"), memoryview(b"ab"), 5, 1.5, [1.5], [[1, 2]], [[1, 2], [3]], ["a"], {1: 2},
+     iter([1]), [True], np.zeros((2, 2), int), [2**70], object()],
+    ids=lambda prompt: type(prompt).__name__,
 )  # fmt: skip
 def test_prompts_that_are_neither_text_nor_ids(model, prompt):
     for call in (model.generate, model.logits, model.perplexity):
@@ -349,3 +350,20 @@ def test_tokenize(model, tiny_model):
     for bad in ([300], [-1]):
         with pytest.raises(BadArgument):
             model.detokenize(bad)
+
+
+# ---- wrong types
+
+
+@pytest.mark.parametrize("what", [None, 3, "checkpoint", np.zeros(3)], ids=repr)
+def test_what_is_no_checkpoint(model, what):
+    with pytest.raises(BadArgument, match="no checkpoint") as caught:
+        model._default.restore(what)
+    assert caught.value.found == type(what).__name__
+    assert len(model.generate(TOKENS[:3], max_tokens=1, ignore_eos=True).tokens) == 1  # and the session is free
+
+
+@pytest.mark.parametrize("variables", [3, "x", ["a"], [("a", 1)], {1: 2}], ids=repr)
+def test_template_variables_that_are_none(tiny_model, variables):
+    with pytest.raises(BadArgument, match="template_variables"):
+        tiny_model.chat([{"role": "user", "content": "hi"}], template_variables=variables, max_tokens=1)

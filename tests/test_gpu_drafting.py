@@ -21,10 +21,12 @@ from strata.cpu.head_rows import most_likely
 from strata.gpu import draft_rows
 from strata.gpu.backend import GpuBackend
 from strata.gpu.head_rows import runs_of, term_bytes
+from strata.gpu_speed import replayed
 from strata.pack.experts import expert_layout
 from strata.pack.gguf_file import GgufFile
 from strata.pack.mtp_files import read_draft
 from strata.pack.tensors import Tensors
+from strata.replay import skewed_ids
 from strata.runtime.session import SessionState
 from strata.runtime.transfer import Identity, export_session, import_session
 from strata.spec.mtp import MtpDrafter
@@ -278,6 +280,19 @@ def test_a_row_that_is_not_finite_is_reported(both):
     with pytest.raises(NotFinite):
         session.mtp.snapshot(session.state)
     session.mtp.snapshot(session.state)
+
+
+def test_experts_replayed_by_position(both):
+    """What the bench of drafting relies on: a row's experts do not depend on the windows before."""
+    backend, session = both.gpu, both.sessions()[1]
+    g = backend.geometry
+    table = skewed_ids(7, g.L, g.E, g.K)
+    with replayed(backend, table, (1, 2), by_position=True):
+        for T, keep in ((2, 1), (2, 2), (1, 1)):
+            at = session.rows
+            session.window(TEXT[at : at + T])
+            assert_same(backend.read("moe.ids")[:T], table[np.arange(at, at + T) % 7, g.L - 1])
+            session.commit(TEXT[at : at + T], keep)
 
 
 # ---- answers

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from strata.base import arithmetic
 from strata.cpu.gated_delta import gdn_commit, gdn_conv, gdn_heads, history_commit
 from strata.gpu import gated_delta as gpu
 from strata.gpu.error_word import where
@@ -10,7 +11,7 @@ from tests import test_op_gated_delta as ops
 from tests.canonical import gated_delta as reference
 from tests.canonical.call import LAYER, Slot, assert_same, check_guards, guarded, plain, room, spiked
 from tests.gpu.as_cpu_op import gpu_call
-from tests.gpu.run_on_cpu import ErrorWord, address, needs_compiler, run_all
+from tests.gpu.run_on_cpu import ActivationArea, ErrorWord, address, needs_compiler, run_all
 from tests.test_op_gated_delta import (  # noqa: F401
     test_a_decay_that_is_no_number_does_not_hide_behind_a_small_state,
     test_a_rejected_window_leaves_no_trace,
@@ -61,6 +62,7 @@ def test_convolution_and_delta_rule_in_one(s, T):
     past, state = Slot(guarded(history)), Slot(guarded(w.state))
     conv, decay, beta = room(T, s.channels), guarded(w.alpha), guarded(w.beta)
     out, error = room(T, s.Hv, s.dv), ErrorWord()
+    area = ActivationArea(T, s.Hv * s.dv, 32) if s.dv % 32 == 0 else None
     rest = [address(x) for x in (decay, beta, w.z, w.a, w.dt, w.norm, state, out)]
     run_all(
         gpu.gdn_window(
@@ -79,10 +81,16 @@ def test_convolution_and_delta_rule_in_one(s, T):
             ops.EPS,
             error.address,
             where(0, LAYER),
+            area.places if area else None,
         ),
         reverse=T > 1,
     )
     assert error.reported is None
+    if area:
+        codes, scales, _ = arithmetic.quantise(out.reshape(T, -1), 32)
+        assert_same(area.codes, codes)
+        assert_same(area.scales, scales)
+        assert_same(area.sums, codes.astype(np.int32).reshape(T, -1, 16).sum(-1, dtype=np.int32))
     for found, wanted, what in (
         (conv, w.mixed, "conv"),
         (decay, g.decay, "decay"),

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from strata.base import arithmetic
+from strata.base.errors import BadArgument
 from strata.base.program import NOT_FINITE
 from strata.cpu.qsa_append import qsa_append, qsa_index
 from strata.cpu.qsa_attend import qsa_attend
@@ -10,12 +12,13 @@ from strata.cpu.qsa_select import qsa_select
 from strata.gpu import qsa_append as gpu_append
 from strata.gpu import qsa_attend as gpu_attend
 from strata.gpu import qsa_select as gpu_select
+from strata.gpu.activations import Activations
 from tests import test_op_qsa_append as append_ops
 from tests import test_op_qsa_attend as attend_ops
 from tests import test_op_qsa_select as select_ops
-from tests.canonical.call import LAYER, plain
+from tests.canonical.call import LAYER, assert_same, plain
 from tests.gpu.as_cpu_op import gpu_call
-from tests.gpu.run_on_cpu import address, needs_compiler
+from tests.gpu.run_on_cpu import ActivationArea, address, needs_compiler
 from tests.test_op_qsa_append import (  # noqa: F401
     test_a_gate_that_is_not_finite_is_left_to_attention,
     test_a_prefill_chunk_is_longer_than_the_ring,
@@ -67,6 +70,10 @@ def _select(w, error, at, T):
     )
 
 
+QUANTISED: list[Activations] = []
+"""Where attention puts its rows as activations as well."""
+
+
 def _attend(w, error, at, n):
     q, q_gate, y, pos, k, k_scales, v, v_scales, blocks, H, Hkv, dh, block, budget = w[:14]
     T = n // (Hkv * w[17])
@@ -74,7 +81,7 @@ def _attend(w, error, at, n):
     _attend.keep = scratch
     cells = gpu_append.KvSlots(k, v, k_scales, v_scales)
     return gpu_attend.qsa_attend(q, q_gate, y, (pos,), cells, blocks, w[18], address(scratch), T, H, Hkv, dh, block,
-                                 budget, CONTEXT, error, at)  # fmt: skip
+                                 budget, CONTEXT, error, at, quantised=tuple(QUANTISED))  # fmt: skip
 
 
 ADAPTERS = {
@@ -89,6 +96,28 @@ ADAPTERS = {
 def on_gpu_code(monkeypatch):
     for module in (append_ops, attend_ops, select_ops):
         monkeypatch.setattr(module, "Call", gpu_call(ADAPTERS))
+
+
+@pytest.mark.parametrize("groups", [(32,), (256,), (32, 256)])
+@pytest.mark.parametrize("T", [1, 3])
+def test_attention_quantises_its_rows(groups, T, monkeypatch):
+    H, dh = 4, 256 if 256 in groups else 96
+    case = attend_ops.Case.make(np.random.default_rng(T), T, H, 2, dh, 150)
+    areas = [ActivationArea(T, H * dh, g) for g in groups]
+    monkeypatch.setitem(globals(), "QUANTISED", [a.places for a in areas])
+    y, _ = case.run()
+    assert_same(y, case.wanted())
+    for area in areas:
+        codes, scales, _ = arithmetic.quantise(y.reshape(T, -1), area.group)
+        assert_same(area.codes, codes)
+        assert_same(area.scales, scales)
+        assert_same(area.sums, codes.astype(np.int32).reshape(T, -1, 16).sum(-1, dtype=np.int32))
+
+
+def test_attention_refuses_groups_across_heads():
+    with pytest.raises(BadArgument, match="activations"):
+        gpu_attend.qsa_attend(64, 64, 64, (64,), gpu_append.KvSlots(64, 64, 0, 0), 0, 0, 64, 1, 4, 2, 64, 0, 0, 256, 64,
+                              np.uint64(0), quantised=(Activations.at(256, 1, 256, 256),))  # fmt: skip
 
 
 @pytest.mark.parametrize(("where", "row"), [("query", 1), ("key", 1)])

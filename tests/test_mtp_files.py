@@ -21,6 +21,7 @@ from strata.pack.mtp.contents import HF_DOWN, HF_GATE_UP, INDEXER, PARTS, DraftS
 from strata.pack.mtp_files import find_draft, from_safetensors, read_draft, read_vocabulary
 from strata.pack.safetensors import read_safetensors
 from strata.pack.tensors import Tensors
+from strata.planner.draft import draft_tensors
 from tests.block_data import random_rows
 from tests.draft_probe import draft_alone, forced_drafts, nextn_tensors, with_nextn
 from tests.gguf_maker import Made, MadeTensor, string

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from strata.base.arithmetic import dot_float
 from strata.cpu.gemv.table import kernel_table
-from strata.cpu.linear import CHUNK_BYTES, SMALL_BYTES, linear_chunk, split_rows
+from strata.cpu.linear import CHUNK_BYTES, SMALL_BYTES, linear_chunk, split_rows, split_tiles, tile_chunk
 from strata.pack.formats import by_name
 from tests.canonical.call import Call, assert_same, plain, room
 
@@ -44,11 +44,22 @@ def test_chunks_are_of_about_equal_bytes(shapes, threads):
     assert max(chunk_bytes) <= CHUNK_BYTES + 2 * widest
 
 
-@pytest.mark.parametrize("T", [1, 2, 3, 4, 5, 7, 8])
-@pytest.mark.parametrize("threads", [1, 2, 16])
-def test_product_does_not_depend_on_the_cut(T, threads):
-    rng = np.random.default_rng(T)
-    names, rows, K = ["F32", "BF16", "F32", "F16"], [70, 1, 40, 129], 300
+@given(SHAPES, st.integers(9, 300), st.integers(1, 64))
+def test_every_product_is_in_exactly_one_tile(shapes, T, threads):
+    rows, row_bytes = [r for r, _ in shapes], [b for _, b in shapes]
+    tiles = split_tiles(rows, row_bytes, T, threads)
+    assert tiles.dtype == np.int64 and tiles.shape[1] == 5
+    assert (tiles[:, 2] > tiles[:, 1]).all() and (tiles[:, 4] > tiles[:, 3]).all()
+    for index, count in enumerate(rows):
+        seen = np.zeros((count, T), np.int8)
+        for _, first, last, low, high in tiles[tiles[:, 0] == index]:
+            assert last <= count and high <= T
+            seen[first:last, low:high] += 1
+        assert (seen == 1).all()
+
+
+def matrices(rng, T, K, names, rows):
+    """x (T, K), outputs, the words of matrices for a record, what they keep alive, the matrices as float32."""
     x = plain(rng, T, K)
     weights, wide = [], []
     for name, n in zip(names, rows, strict=True):
@@ -66,10 +77,34 @@ def test_product_does_not_depend_on_the_cut(T, threads):
     for name, n, w, y in zip(names, rows, weights, out, strict=True):
         matrix = (w.ctypes.data, w.itemsize * K, n, K, kernels[name].ctypes.data)
         words.append((*matrix, x.ctypes.data, 4 * K, y.ctypes.data, 4 * n))
-    starts, pieces = split_rows(rows, [w.itemsize * K for w in weights], threads)
+    return x, out, np.array(words, np.int64), (weights, kernels), wide
+
+
+NAMES, ROWS, K = ["F32", "BF16", "F32", "F16"], [70, 1, 40, 129], 300
+ROW_BYTES = [4 * K, 2 * K, 4 * K, 2 * K]
+
+
+@pytest.mark.parametrize("T", [1, 2, 3, 4, 5, 7, 8])
+@pytest.mark.parametrize("threads", [1, 2, 16])
+def test_product_does_not_depend_on_the_cut(T, threads):
+    rng = np.random.default_rng(T)
+    x, out, words, kept, wide = matrices(rng, T, K, NAMES, ROWS)
+    starts, pieces = split_rows(ROWS, ROW_BYTES, threads)
     n_chunks = len(starts) - 1
     assert n_chunks == (1 if threads == 1 else 2 * threads)
-    call = Call(linear_chunk, starts, pieces, np.array(words, np.int64), T, *out)  # outputs only for their guards
+    call = Call(linear_chunk, starts, pieces, words, T, *out)  # outputs only for their guards
     call.run(n_chunks, order=rng.permutation(n_chunks))
+    for w, y in zip(wide, out, strict=True):
+        assert_same(y, dot_float(w, x[:, None, :]))
+
+
+@pytest.mark.parametrize("T", [16, 33, 256])
+@pytest.mark.parametrize("threads", [1, 2, 16])
+def test_product_of_many_rows_does_not_depend_on_the_tiles(T, threads):
+    rng = np.random.default_rng(T)
+    x, out, words, kept, wide = matrices(rng, T, K, NAMES, ROWS)
+    tiles = split_tiles(ROWS, ROW_BYTES, T, threads)
+    call = Call(tile_chunk, tiles, words, *out)
+    call.run(len(tiles), order=rng.permutation(len(tiles)))
     for w, y in zip(wide, out, strict=True):
         assert_same(y, dot_float(w, x[:, None, :]))

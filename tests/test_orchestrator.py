@@ -138,10 +138,10 @@ def test_what_is_asked_for_moves_in(path, patch):
 
 def test_drafts_and_the_bundled_model(tiny_path, patch):
     with strata.load(tiny_path, context=256, device="cpu", threads=1) as model:
-        expected = model.generate("def f(x):", max_tokens=2).tokens
+        expected = model.generate("x =", max_tokens=2).tokens
     with load(tiny_path, slots=60, draft="auto", pcie_share=0.5) as model:
         assert model.mismatches == []
-        assert model.generate("def f(x):", max_tokens=2).tokens == expected
+        assert model.generate("x =", max_tokens=2).tokens == expected
 
 
 # ---- choices

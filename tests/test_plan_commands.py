@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 from strata.base.errors import ModelError
 from strata.base.plan import GIB, MIB, Plan
 from strata.base.program import Allocation
+from strata.cli import locate
 from strata.cli import plan as plan_cli
+from strata.pack.gguf_file import shard_paths
 from strata.planner.machine import Machine
 from strata.planner.memory import plan, plan_file, read_facts
 from tests.header_maker import RELEASES, Shape, make_model, make_release
@@ -140,7 +142,8 @@ def test_plan_command_json_and_missing_file(files, app, tmp_path):
 def test_plan_finds_a_model_as_run_does(files, app, tmp_path, monkeypatch):
     folder = tmp_path / "model"
     folder.mkdir()
-    (folder / files["IQ3_S"].name).symlink_to(files["IQ3_S"])
+    for shard in shard_paths(files["IQ3_S"]):
+        (folder / shard.name).symlink_to(shard)
     arguments = ["--vram-gib", "16", "--ram-gib", "64", "--context", "4096", "--json"]
     plans = [json.loads(CliRunner().invoke(app, [str(p), *arguments]).output) for p in (files["IQ3_S"], folder)]
     monkeypatch.setenv(locate.VARIABLE, str(folder))

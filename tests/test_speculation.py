@@ -171,6 +171,26 @@ def test_drafts_for_a_token_that_did_not_come(model, text):
     np.testing.assert_array_equal(one.state.arrays[name][:23], other.state.arrays[name][:23])
 
 
+@pytest.mark.parametrize(("draft_ms", "wanted"), [(0.0, 3), (5.0, 1)])
+def test_cheap_drafts_are_made_at_once(model, prompt, plain, draft_ms, wanted):
+    policy, asked = Told(lambda: 3), []
+    policy.draft_ms = draft_ms
+    session = drafting_session(model, policy)
+    mtp = session._state.mtp
+    propose = mtp.propose
+    mtp.propose = lambda *a, at_once=1: asked.append(at_once) or propose(*a, at_once=at_once)
+    assert session.generate(prompt, max_tokens=12, **GREEDY).tokens == plain.tokens[:12]
+    assert set(asked[:2]) == {wanted} and len(policy.outcomes[0].drafts[0].tokens) == 3
+
+
+def test_the_policy_says_how_many_drafts_are_likely():
+    policy = DraftPolicy()
+    fed(policy, 200, RoundFacts(7, drafter=True, stepwise=False))
+    choices = [policy.choose(RoundFacts(7, drafter=True)) for _ in range(3)]
+    assert all(choice.n_drafts == 7 and 3 < choice.planned <= 7 for choice in choices if choice.reason == "drafter")
+    assert any(choice.reason == "drafter" for choice in choices)
+
+
 # ---- what the policy learns from it
 
 

@@ -58,6 +58,12 @@ class _Verbs(TyperGroup):
         for name, line in VERBS.items():
             self.add_command(TyperCommand(name, help=line, short_help=line))
 
+    def make_context(self, *given: Any, **settings: Any) -> Any:
+        try:
+            return super().make_context(*given, **settings)
+        except BrokenPipeError:  # whoever asked for help has left
+            raise typer.Exit(PIPE_CLOSED) from None
+
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, known, rest = super().resolve_command(ctx, args)
         return name, None if known is None else _verb(known.name), rest

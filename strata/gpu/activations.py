@@ -44,6 +44,14 @@ class Activations:
         return cls(T, K, group, address, scales, scales + _aligned(T * K // group * 4))
 
 
+def places_of(quantised: tuple[Activations, ...]) -> list[np.generic]:
+    """Codes, scales and sums of groups of 32, then of 256, as kernel arguments; null where there are none."""
+    by_group = {q.group: q for q in quantised}
+    need(len(by_group) == len(quantised), "activations of one buffer", needed="at most one of each group")
+    places = [(q.codes, q.scales, q.sums) if (q := by_group.get(group)) else (0, 0, 0) for group in (32, 256)]
+    return [pointer(at) for place in places for at in place]
+
+
 def quantise(x: int, out: Activations, error: int, where: np.uint64, *, squeeze_by: int = 0) -> list[Launch]:
     """Float32 rows (T, K) at address x into `out`. squeeze_by C: first x = silu(x / C), in place; 0: x as it is."""
     V, groups = out.group // 32, out.T * out.K // out.group

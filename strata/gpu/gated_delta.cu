@@ -3,7 +3,7 @@
 // Sums over the key axis have 4 lanes (key index mod 4). A block is one value head, or in a commit some of its columns,
 // with four threads a column: thread (r, j) holds column j of the keys r, r + 4, .. in registers for all rows, so the
 // state is read once and, in a window, never written.
-#include "sums.cuh"
+#include "quantise.cuh"
 
 #define ROWS 8  // rows that are prepared side by side
 
@@ -71,6 +71,12 @@ DEVICE void hold_loads(int m) {
     if (m % 8 == 7) asm volatile("" ::: "memory");
 }
 
+struct Rows32 {  // outputs as activations in groups of 32, which heads must hold whole ones of; codes null: not wanted
+    i8 *codes;
+    float *scales;
+    int *sums;
+};
+
 struct Convolution {  // inputs of the convolution; qkv null: its outputs are there already
     const float *qkv, *w, *history;
     int taps;
@@ -88,7 +94,7 @@ DEVICE void load_column(const float *cell, int keys, int dv, float (&S)[N]) {
 template <int N, bool OUTPUT, bool CONV>
 DEVICE void delta_rule(const Convolution &source, float *conv, float *decay, float *beta, const float *z, const float *a, const float *dt,
                        const float *norm, float *const *state_slot, float *y, int T, int Hk, int Hv, int dk, int dv,
-                       int channels, int advance, float eps, float q_scale, u64 *error, u64 where) {
+                       int channels, int advance, float eps, float q_scale, const Rows32 &quantised, u64 *error, u64 where) {
     DYNAMIC_SHARED(bytes);
     int columns = blockDim.x / 4, first = blockIdx.y * columns;
     float *lanes = (float *)bytes, *gates = lanes + 4 * columns, *own = gates + 2 * ROWS;  // own: q, k, v of each row
@@ -178,6 +184,11 @@ DEVICE void delta_rule(const Convolution &source, float *conv, float *decay, flo
                 float gate = z[place], out = mul32(mul32(mul32(o[i], scale), norm[i]), sigmoid32(gate));
                 y[place] = out;
                 fine = fine && finite32(out) && finite32(gate);
+                if (CONV && quantised.codes) {
+                    float value[1] = {out};
+                    size_t group = place >> 5;
+                    quantise_group<1>(value, quantised.codes + 32 * group, quantised.scales + group, quantised.sums + 2 * group);
+                }
             }
             if (!fine) report(error, where, NOT_FINITE, row0 + row);
         }
@@ -193,7 +204,7 @@ KERNEL(512) gdn_heads(float *conv, float *decay, float *beta, const float *z, co
                       const float *norm, float *const *state_slot, float *y, int T, int Hk, int Hv, int dk, int dv,
                       int channels, int advance, float eps, float q_scale, u64 *error, u64 where) {
     delta_rule<N, true, false>(Convolution(), conv, decay, beta, z, a, dt, norm, state_slot, y, T, Hk, Hv, dk, dv, channels,
-                               advance, eps, q_scale, error, where);
+                               advance, eps, q_scale, Rows32(), error, where);
 }
 
 // Convolution and delta rule of a window in one; conv is left for the commit.
@@ -201,9 +212,9 @@ template <int N>
 KERNEL(512) gdn_window(const float *qkv, const float *w, const float *const *history_slot, int taps, float *conv,
                        float *decay, float *beta, const float *z, const float *a, const float *dt, const float *norm,
                        float *const *state_slot, float *y, int T, int Hk, int Hv, int dk, int dv, int channels, float eps,
-                       float q_scale, u64 *error, u64 where) {
+                       float q_scale, i8 *codes, float *scales, int *sums, u64 *error, u64 where) {
     delta_rule<N, true, true>(Convolution{qkv, w, *history_slot, taps}, conv, decay, beta, z, a, dt, norm, state_slot, y, T,
-                              Hk, Hv, dk, dv, channels, 0, eps, q_scale, error, where);
+                              Hk, Hv, dk, dv, channels, 0, eps, q_scale, Rows32{codes, scales, sums}, error, where);
 }
 
 template <int N>
@@ -212,5 +223,5 @@ KERNEL(256) gdn_commit(float *conv, float *decay, float *beta, float *const *sta
     int keep = (int)*n_keep;
     if (keep > 0)
         delta_rule<N, false, false>(Convolution(), conv, decay, beta, nullptr, nullptr, nullptr, nullptr, state_slot, nullptr,
-                                    keep, Hk, Hv, dk, dv, channels, 1, 0.f, 1.f, nullptr, 0);
+                                    keep, Hk, Hv, dk, dv, channels, 1, 0.f, 1.f, Rows32(), nullptr, 0);
 }

@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from strata.base.errors import need
+from strata.gpu.activations import Activations
 from strata.gpu.launch import Launch, Source, f32, i32, launch, pointer
 
 KEYS_A_THREAD = (16, 32)
@@ -88,8 +89,15 @@ def gdn_window(
     eps: float,
     error: int,
     where: np.uint64,
+    quantised: Activations | None = None,
 ) -> list[Launch]:
-    """gdn_conv and gdn_heads of a window as one kernel; neither history nor state is written."""
+    """gdn_conv and gdn_heads of a window as one kernel; neither history nor state is written.
+
+    quantised: where y goes as activations in groups of 32 as well.
+    """
+    q = quantised or Activations(T, Hv * dv, 32, 0, 0, 0)
+    need((q.T, q.K, q.group) == (T, Hv * dv, 32) and (quantised is None or dv % 32 == 0), "activations of a window",
+         found=(q.T, q.K, q.group), needed=(T, Hv * dv, 32))  # fmt: skip
     keys, threads, shared_bytes = _shape(dk, dv)
     need(Hv >= Hk, "value heads", found=Hv, needed=f"at least the {Hk} key heads")
     q_scale = np.float32(1) / np.sqrt(np.float32(dk))
@@ -108,6 +116,9 @@ def gdn_window(
         i32(channels),
         f32(eps),
         q_scale,
+        pointer(q.codes),
+        pointer(q.scales),
+        pointer(q.sums),
         pointer(error),
         where,
     )

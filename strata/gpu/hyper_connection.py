@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from strata.base.errors import need
-from strata.gpu.activations import Activations
+from strata.gpu.activations import Activations, places_of
 from strata.gpu.launch import Launch, Source, f32, i32, launch, pointer
 
 SOURCE = Source("hyper_connection.cu", ("hc_norm<false>", "hc_norm<true>", "hc_add", "hc_mix"))
@@ -41,13 +41,8 @@ def hc_mix(
 
     quantised: where u goes as activations as well, at most one of each group.
     """
-    by_group = {q.group: q for q in quantised}
-    need(len(by_group) == len(quantised) and all((q.T, q.K) == (T, D) for q in quantised), "activations of u")
-    outputs: list[np.generic] = []
-    for group in (32, 256):
-        q = by_group.get(group)
-        outputs += [pointer(p) for p in ((q.codes, q.scales, q.sums) if q else (0, 0, 0))]
-    args = (pointer(normed), pointer(gate), pointer(u), i32(C), i32(D), pointer(inject), pointer(a), *outputs,
-            pointer(error), where)  # fmt: skip
+    need(all((q.T, q.K) == (T, D) for q in quantised), "activations of u")
+    args = (pointer(normed), pointer(gate), pointer(u), i32(C), i32(D), pointer(inject), pointer(a),
+            *places_of(quantised), pointer(error), where)  # fmt: skip
     need(C <= 256, "streams", found=C, needed="at most 256")
     return [launch(SOURCE, "hc_mix", (-(-D // 256), T), 256, *args)]

@@ -105,7 +105,10 @@ def _gdn_heads(c: Lowering, op: Op) -> None:
         return
     conv, c.convolution_before = c.convolution_before, None
     inputs = (c.at(conv, "qkv"), c.vector(conv, "w", transposed=True), c.slot(conv, "history"), k["taps"])
-    c.add(gated_delta.gdn_window(*inputs, *places, *shape, k["eps"], c.error, c.where(op)))
+    y, width = op.buffers["y"], k["Hv"] * k["dv"]
+    fits = 32 in c.groups_of(y, width) and k["dv"] % 32 == 0  # a group of 256 would span heads
+    quantised = c.place_activations(y, width, 32, c.T) if fits else None
+    c.add(gated_delta.gdn_window(*inputs, *places, *shape, k["eps"], c.error, c.where(op), quantised))
 
 
 def _gdn_commit(c: Lowering, op: Op) -> None:
@@ -188,6 +191,9 @@ def _qsa_attend(c: Lowering, op: Op) -> None:
     c.join()
     size = qsa_attend.part_bytes(c.T, k["H"], k["dh"], c.context, k["block"], k["budget"])
     parts = c.scratch(TILES_OR_TERMS, size)
+    y, width = op.buffers["y"], k["H"] * k["dh"]
+    groups = sorted(g for g in c.groups_of(y, width) - {0} if k["dh"] % g == 0) if c.fuse else []
+    quantised = tuple(c.place_activations(y, width, g, c.T) for g in groups)
     c.add(
         qsa_attend.qsa_attend(
             c.at(op, "q"),
@@ -207,6 +213,7 @@ def _qsa_attend(c: Lowering, op: Op) -> None:
             c.context,
             c.error,
             c.where(op),
+            quantised=quantised,
         )
     )
 

@@ -1,6 +1,7 @@
 // Sparse attention, third part: softmax over the listed cells of each row, in tiles of 64 entries; tiles are computed by
 // blocks of their own and merged in order, so bits do not depend on the grid.
 #include "kv_cells.cuh"
+#include "quantise.cuh"
 
 #define TILE 64
 #define THREADS 256
@@ -132,12 +133,14 @@ KERNEL(THREADS) qsa_tiles(const float *q, const i64 *pos, const void *const *k_s
     }
 }
 
-// Grid: (query head, row). Merges a row's tiles in order and applies the gate. q_gate (T, H, 2, dh), y (T, H, dh).
+// Grid: (query head, row). Merges a row's tiles in order and applies the gate. q_gate (T, H, 2, dh), y (T, H, dh), which
+// is quantised too where codes are given: groups of 32 if dh is in whole ones, of 256 likewise.
 //
 // How a tile changes what was merged before depends on maxima alone: a warp finds those factors for 32 tiles at once,
 // and every thread then adds its value up in order.
 KERNEL(THREADS) qsa_merge(const float *parts, const float *q_gate, float *y, const i64 *pos, const i64 *first, int H,
-                          int dh, int block, int budget, int most_tiles, u64 *error, u64 where) {
+                          int dh, int block, int budget, int most_tiles, i8 *codes32, float *scales32, int *sums32,
+                          i8 *codes256, float *scales256, int *sums256, u64 *error, u64 where) {
     __shared__ float old[32], fresh[32], sum[32];
     int head = blockIdx.x, row = blockIdx.y, t = threadIdx.x, lane = t & 31;
     List list = list_of(*pos + row + 1, nullptr, block, budget, first);
@@ -173,11 +176,16 @@ KERNEL(THREADS) qsa_merge(const float *parts, const float *q_gate, float *y, con
             }
             __syncthreads();
         }
-        if (i >= dh) continue;
-        float gate = q_gate[(at * 2 + 1) * dh + i], out = mul32(div32(o, l), sigmoid32(gate));
-        y[at * dh + i] = out;
-        // An infinite gate would end as a finite sigmoid.
-        fine = fine && finite32(out) && finite32(gate);
+        float out = 0.f;
+        if (i < dh) {
+            float gate = q_gate[(at * 2 + 1) * dh + i];
+            out = mul32(div32(o, l), sigmoid32(gate));
+            y[at * dh + i] = out;
+            // An infinite gate would end as a finite sigmoid.
+            fine = fine && finite32(out) && finite32(gate);
+        }
+        if (codes32 && i < dh) quantise_value<32>(out, at * dh + i, codes32, scales32, sums32);
+        if (codes256) quantise_value<256>(out, at * dh + i, codes256, scales256, sums256);
     }
     if (!fine) report(error, where, NOT_FINITE, row);
 }

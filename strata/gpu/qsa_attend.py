@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from strata.base.errors import need
+from strata.gpu.activations import Activations, places_of
 from strata.gpu.launch import Launch, Source, i32, launch, pointer
 from strata.gpu.qsa_append import KvSlots
 
@@ -34,26 +35,33 @@ def part_bytes(T: int, H: int, dh: int, context: int, block: int, budget: int) -
 def qsa_attend(
     q: int, q_gate: int, y: int, pos: tuple[int, ...], cells: KvSlots, blocks: int, first: int, parts: int, T: int,
     H: int, Hkv: int, dh: int, block: int, budget: int, context: int, error: int, where: np.uint64,
+    *, quantised: tuple[Activations, ...] = (),
 ) -> list[Launch]:  # fmt: skip
     """y (T, H, dh) from q (T, H, dh), gates in q_gate (T, H, 2, dh) and the K and V cells.
+
+    quantised: where up to 8 rows of y go as activations as well, at most one of each group, a head in whole groups.
 
     pos: addresses of int64 positions, one for every piece of 8 rows. blocks (T, budget) int32 or 0 for dense attention
     over the last `budget` cells (0: all) from the int64 at `first` (0: none) on. parts: scratch of part_bytes.
     """
     need(len(pos) == -(-T // ROWS_A_PIECE), "positions of the pieces of rows", found=len(pos))
+    fits = all((q.T, q.K) == (T, H * dh) and dh % q.group == 0 for q in quantised)
+    need(not quantised or (len(pos) == 1 and fits), "activations of attention", found=(T, H, dh),
+         needed="one piece of rows, heads in whole groups")  # fmt: skip
     out = []
     for piece, position in enumerate(pos):
         skip = piece * ROWS_A_PIECE
         chosen = blocks + 4 * skip * budget if blocks else 0
         out += attend_rows(q + 4 * skip * H * dh, q_gate + 8 * skip * H * dh, y + 4 * skip * H * dh, position, cells,
                            chosen, first, parts, min(ROWS_A_PIECE, T - skip), H, Hkv, dh, block, budget, context, error,
-                           where)  # fmt: skip
+                           where, quantised=quantised)  # fmt: skip
     return out
 
 
 def attend_rows(
     q: int, q_gate: int, y: int, position: int, cells: KvSlots, blocks: int, first: int, parts: int, rows: int, H: int,
     Hkv: int, dh: int, block: int, budget: int, context: int, error: int, where: np.uint64,
+    *, quantised: tuple[Activations, ...] = (),
 ) -> list[Launch]:  # fmt: skip
     """qsa_attend of one piece of `rows` rows from the int64 at `position` on; parts: scratch for that many rows."""
     need(H % Hkv == 0, "query heads do not divide among KV heads", found=f"{H}, {Hkv}")
@@ -68,7 +76,7 @@ def attend_rows(
             i32(block), i32(budget), i32(splits), i32(tiles), scale, pointer(error), where)  # fmt: skip
     grid = (tiles, Hkv * splits, rows)
     merge = (pointer(parts), pointer(q_gate), pointer(y), pointer(position), pointer(first), i32(H), i32(dh),
-             i32(block), i32(budget), i32(tiles), pointer(error), where)  # fmt: skip
+             i32(block), i32(budget), i32(tiles), *places_of(quantised), pointer(error), where)  # fmt: skip
     return [
         launch(SOURCE, f"qsa_tiles<{heads}>", grid, THREADS, *args, shared_bytes=4 * heads * (dh + TILE)),
         launch(SOURCE, "qsa_merge", (H, rows), THREADS, *merge),

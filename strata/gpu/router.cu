@@ -12,6 +12,9 @@ DEVICE u32 order(float x) {
     return b ? b : 1;  // a NaN: reported
 }
 
+// The float of such a number; -0 comes back as +0, which no weight can tell.
+DEVICE float value_of(u32 key) { return float_of(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
+
 DEVICE u32 max_of_warp(u32 v) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     return __reduce_max_sync(ALL_LANES, v);
@@ -48,7 +51,7 @@ KERNEL(32) router(const float *logits, int *ids, float *weights, int E, int K, f
         int e = (int)~max_of_warp(best == top ? ~(u32)best_id : 0);
         if (lane == 0) {
             out_ids[j] = e;
-            chosen[j] = l[e];
+            chosen[j] = value_of(top);
         }
         if (lane == (e & 31)) {
             best = 0;

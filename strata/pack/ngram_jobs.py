@@ -160,6 +160,16 @@ def next_fault(spec):
 
 
 @cached_njit
+def be_slow(spec):
+    """Sleeps for the latency that is put in; it ends early when that is taken back."""
+    waited = 0
+    while waited < spec[LATENCY_US]:
+        us = min(spec[LATENCY_US] - waited, 1000)
+        sleep_us(us)
+        waited += us
+
+
+@cached_njit
 def read_pages(requests, results, buffer, words, spec):
     """A worker: reads pages and copies their rows to where the job wants them, until `requests` is closed.
 
@@ -170,8 +180,7 @@ def read_pages(requests, results, buffer, words, spec):
         job = longs(words[0], JOB_WORDS)
         p, fault = words[1] & _PAGE_MASK, words[1] >> _PAGE_BITS
         start = longs(job[PAGES], p + 1)[p] * READ_BYTES
-        if spec[LATENCY_US] > 0:
-            sleep_us(spec[LATENCY_US])
+        be_slow(spec)
         got = read_at(spec[FD], buffer, READ_BYTES, start)
         if got < 0:
             got = -last_error()
@@ -226,8 +235,7 @@ def _read_queued(at, spec, words):
             note_failure(job, asked, error)
         if asked == back:
             break
-        if spec[LATENCY_US] > 0:
-            sleep_us(spec[LATENCY_US])
+        be_slow(spec)
         got = completed(spec[QUEUE], depth, events.ctypes.data)
         if got < 0:
             note_failure(job, back, last_error())

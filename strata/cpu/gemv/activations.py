@@ -1,4 +1,4 @@
-"""Portable kernels around the products: quantisers of activation rows, and SwiGLU."""
+"""Kernels around the products: portable quantisers of activation rows, and SwiGLU, as vectors on any CPU."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from strata.base.arithmetic import INF_BITS, TINY_BITS
 from strata.base.compiled import c_function
 from strata.base.program import NOT_FINITE
 from strata.cpu.float_bits import bits_f32, silu32
+from strata.cpu.float_vectors import LANES, exp, load, splat
 from strata.cpu.gemv.rows import record_bytes, scales_at, sums_at
 from strata.cpu.gemv.vectors import Vectors
 from strata.cpu.gemv.words import long, real, set_long, set_real, set_word
 from strata.cpu.machine_code import zero_bytes
+from strata.cpu.simd import Simd, kernel_intrinsic
 
 I, F = np.int32, np.float32
 
@@ -110,8 +112,23 @@ def quantise_p256(x, K, R, x_stride, records, error_word):
                     set_word(sums, 4 * k, _round16(row + 64 * k, inverse, record + 16 * k))
 
 
+def _emit_swiglu(s: Simd) -> None:
+    """(g, u, h, groups of 16 values)."""
+    g, u, h = (s.pointer(a) for a in s.args[:3])
+    with s.loop(s.args[3]) as i:
+        at = s.times(i, 4 * LANES)
+        x = load(s, g, at)
+        silu = s.b.fdiv(x, s.b.fadd(splat(s, 1.0), exp(s, s.b.fneg(x))))
+        s.store(s.b.fmul(silu, load(s, u, at)), h, at)
+
+
+_swiglu = kernel_intrinsic("swiglu", _emit_swiglu, 4)
+
+
 @c_function(4)
 def swiglu_rows(g, u, h, n):
     """h[i] = silu(g[i]) * u[i] for i < n, float32. h may be g or u."""
-    for i in range(0, 4 * n, 4):
+    groups = n // LANES
+    _swiglu(g, u, h, groups)
+    for i in range(4 * LANES * groups, 4 * n, 4):
         set_real(h, i, silu32(real(g, i)) * real(u, i))

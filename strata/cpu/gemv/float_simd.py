@@ -161,7 +161,7 @@ class _LongRows:
         self.left = b.sub(m.K, self.start)
         self.step_bytes = MAX_LANES * m.value_bytes
         self.segment_steps = s.const(i64, _SEGMENT_STEPS)
-        if R == 1 and not needs_asking():
+        if R == 1 and m.value_bytes == 2 and not needs_asking():
             one = b.icmp_signed("<=", self.full, self.segment_steps)
             self.segment_steps = b.select(one, self.full, s.const(i64, 1))
 
@@ -171,7 +171,7 @@ class _LongRows:
         Rows of one segment are read in order, which the processor follows best by itself, so only the other activation
         rows ask, each for its part; with one activation row there are hints. Between segments the reading jumps: all of
         it is asked for. Then prefetches are dropped when they come too fast, and a processor that tries to follow gets
-        in their way: with one activation row segments are single steps, whose pieces are too short for that.
+        in their way: with one activation row segments of 16-bit values are single steps, too short for that.
         """
         s, b = self.m.s, self.m.s.b
         lines = self.step_bytes // _LINE
