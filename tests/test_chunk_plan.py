@@ -14,7 +14,7 @@ from strata.arch.flash_next.programs import build_programs
 from strata.base.errors import BadArgument
 from strata.gpu.chunk_lower import ChunkLowering
 from strata.gpu.chunk_memory import Area, lives, place
-from strata.gpu.chunk_plan import CHUNKS, ChunkPrices, arena_of, largest_chunk
+from strata.gpu.chunk_plan import CHUNKS, ChunkPrices, arena_of, chunk_problem, largest_chunk
 from strata.gpu.memory import MADE_UP, Memory, aligned
 from strata.gpu.prefill_ops import CHUNK_LOWERING
 from strata.gpu.weights import Weights
@@ -92,6 +92,18 @@ def test_bytes_grow_with_the_rows_and_the_arena_saves_most(bundled):
         assert found[rows].streams == rows * g.CD * 4 and found[rows].staging == 2 * rows * g.ngram.width * 4
     assert found[256].device_bytes < found[512].device_bytes < found[1024].device_bytes
     assert found[1024].arena < 4 * found[256].arena
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [({"gdn_key_dim": 48}, "keys of 48"), ({"gdn_value_dim": 48}, "values of 48"), ({"dh": 32}, "heads of 32"),
+     ({"indexer_dim": 16}, "indexer heads of 16")],
+)  # fmt: skip
+def test_what_chunks_do_not_take_is_read_by_windows(bundled, change, text):
+    gguf, g = bundled
+    other = replace(g, **change)
+    assert chunk_problem(g) is None and text in chunk_problem(other)
+    assert largest_for(gguf, other, 2048, "f16", {"vram": 1 << 40, "ram": 1 << 40}) is None
 
 
 def test_a_buffer_lives_from_its_writer_to_its_last_reader(bundled):

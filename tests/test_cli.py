@@ -336,7 +336,7 @@ def test_inspect_of_a_partly_downloaded_model(tiny_path: Path, tmp_path: Path):
 
 
 def test_inspect_finds_a_model_as_run_does(tiny_path: Path, monkeypatch):
-    wanted = inspect_file(tiny_path)
+    wanted = json.loads(json.dumps(inspect_file(tiny_path)))
     assert json.loads(call("inspect", str(tiny_path.parent), "--json").stdout) == wanted
     monkeypatch.setenv(locate.VARIABLE, str(tiny_path))
     assert json.loads(call("inspect", "--json").stdout) == wanted

@@ -56,11 +56,14 @@ def test_bits_of_a_chunk(name, tier):
 
 
 @pytest.mark.parametrize(("name", "tier"), [c for c in CASES if c[0] != "Q8_0"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
-    K=st.integers(float_wide.LEAST_VALUES, 1400), n_rows=st.integers(1, 40), T=st.integers(1, 20), gap=st.integers(0, 3),
+    K=st.integers(float_wide.LEAST_VALUES, 1400),
+    n_rows=st.integers(1, 40),
+    T=st.integers(1, 20),
+    gap=st.integers(0, 3),
     seed=st.integers(0, 2**31),
-)  # fmt: skip
+)
 def test_bits_of_any_shape(name, tier, K, n_rows, T, gap, seed):
     """Any K, any number of rows, values between the rows."""
     format = by_name(name)
@@ -69,7 +72,7 @@ def test_bits_of_any_shape(name, tier, K, n_rows, T, gap, seed):
 
 
 @pytest.mark.skipif(q8_wide.TIER not in SIMD_TIERS, reason="this machine has no AVX-512")
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(1, 80), st.integers(1, 40), st.integers(1, 20), st.integers(0, 2**31))
 def test_bits_of_any_number_of_blocks(n_blocks, n_rows, T, seed):
     format, K = by_name("Q8_0"), q8_wide.BLOCK * n_blocks

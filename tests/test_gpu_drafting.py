@@ -261,6 +261,22 @@ def test_a_stretch_without_drafts_moves_nothing_through_the_host(both, monkeypat
     assert calls["download"] == calls["upload"] == 0 and calls["synchronize"] == 1
 
 
+def test_a_cell_read_as_windows_leaves_the_rows_that_wait(both, monkeypatch):
+    """Its rows would go over one that waits for its token; the driver keeps what it needs of them afterwards."""
+    backend, session = both.gpu, both.sessions()[1]
+    state, mark = session.state, np.full(backend.geometry.CD, 7, np.float32)
+    for position in (0, 3):
+        backend.draft.set_row(state, position, mark)
+    backend.prefill(state, TEXT[:4], (-1, -1))
+    assert state.rows == 4 and all((backend.draft.row(state, position) == mark).all() for position in (0, 3))
+    backend.draft.keep(state, 2, 2, 2)
+    assert_same(np.array([backend.draft.row(state, position) for position in (2, 3)]), backend.streams[2:4])
+    monkeypatch.setattr(backend, "window", lambda *_: (_ for _ in ()).throw(NotFinite("broken")))
+    with pytest.raises(NotFinite):
+        backend.prefill(state, TEXT[4:8], (1, 1))
+    assert backend.draft.keeping and state.rows == 4
+
+
 def test_a_row_that_is_not_finite_is_reported(both):
     _, session = both.sessions()
     session.read(TEXT[:2])

@@ -88,7 +88,7 @@ ROW_BYTES = [4 * K, 2 * K, 4 * K, 2 * K]
 @pytest.mark.parametrize("threads", [1, 2, 16])
 def test_product_does_not_depend_on_the_cut(T, threads):
     rng = np.random.default_rng(T)
-    x, out, words, kept, wide = matrices(rng, T, K, NAMES, ROWS)
+    x, out, words, _kept, wide = matrices(rng, T, K, NAMES, ROWS)
     starts, pieces = split_rows(ROWS, ROW_BYTES, threads)
     n_chunks = len(starts) - 1
     assert n_chunks == (1 if threads == 1 else 2 * threads)
@@ -98,11 +98,11 @@ def test_product_does_not_depend_on_the_cut(T, threads):
         assert_same(y, dot_float(w, x[:, None, :]))
 
 
-@pytest.mark.parametrize("T", [16, 33, 256])
+@pytest.mark.parametrize("T", [9, 33, 70])
 @pytest.mark.parametrize("threads", [1, 2, 16])
 def test_product_of_many_rows_does_not_depend_on_the_tiles(T, threads):
     rng = np.random.default_rng(T)
-    x, out, words, kept, wide = matrices(rng, T, K, NAMES, ROWS)
+    x, out, words, _kept, wide = matrices(rng, T, K, NAMES, ROWS)
     tiles = split_tiles(ROWS, ROW_BYTES, T, threads)
     call = Call(tile_chunk, tiles, words, *out)
     call.run(len(tiles), order=rng.permutation(len(tiles)))

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from strata.base.geometry import CELL_ROWS
+from strata.base.geometry import CELL_ROWS, Geometry
 from strata.base.program import Program
 from strata.gpu.chunk_lower import ChunkLowering
 from strata.gpu.chunk_memory import Area, ChunkMemory, place
 from strata.gpu.expert_stream import ExpertStream
+from strata.gpu.gated_delta_wide import COLUMNS, KEY_GROUPS
 from strata.gpu.memory import MADE_UP, Memory, aligned
 from strata.gpu.prefill_ops import CHUNK_LOWERING
+from strata.gpu.qsa_wide import HEAD_SIZES, SLICE
 from strata.gpu.slots import ExpertSlots
 from strata.gpu.weights import Weights
 from strata.pack.experts import ExpertLayout
@@ -19,6 +21,17 @@ from strata.pack.tensors import Tensors
 
 CHUNKS = (8192, 6144, 4096, 3072, 2048, 1536, 1024, 768, 512, 256)
 """Rows of a chunk, largest first. Rows share one expansion of the experts; beyond these there is little to share."""
+
+
+def chunk_problem(g: Geometry) -> str | None:
+    """What of a geometry the kernels of chunks do not take; windows take it."""
+    checks = (
+        (g.gdn_layers and g.gdn_key_dim not in [32 * n for n in KEY_GROUPS], f"keys of {g.gdn_key_dim} values"),
+        (g.gdn_layers and g.gdn_value_dim % COLUMNS, f"delta-rule values of {g.gdn_value_dim}"),
+        (g.qsa_layers and g.dh not in HEAD_SIZES, f"attention heads of {g.dh} values"),
+        (g.qsa_layers and g.block_cells and g.indexer_dim % SLICE, f"indexer heads of {g.indexer_dim} values"),
+    )
+    return next((text for wrong, text in checks if wrong), None)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 // Sums over the key axis have 4 lanes (key index mod 4). A block is one value head, or in a commit some of its columns,
 // with four threads a column: thread (r, j) holds column j of the keys r, r + 4, .. in registers for all rows, so the
 // state is read once and, in a window, never written.
+#include "ahead.cuh"
 #include "quantise.cuh"
 
 #define ROWS 8  // rows that are prepared side by side
@@ -207,12 +208,17 @@ KERNEL(512) gdn_heads(float *conv, float *decay, float *beta, const float *z, co
                                advance, eps, q_scale, Rows32(), error, where);
 }
 
-// Convolution and delta rule of a window in one; conv is left for the commit.
+// Convolution and delta rule of a window in one; conv is left for the commit. Blocks behind the heads bring `next` ahead.
 template <int N>
 KERNEL(512) gdn_window(const float *qkv, const float *w, const float *const *history_slot, int taps, float *conv,
                        float *decay, float *beta, const float *z, const float *a, const float *dt, const float *norm,
                        float *const *state_slot, float *y, int T, int Hk, int Hv, int dk, int dv, int channels, float eps,
-                       float q_scale, i8 *codes, float *scales, int *sums, u64 *error, u64 where) {
+                       float q_scale, i8 *codes, float *scales, int *sums, const u8 *next, u32 next_bytes, u64 *error, u64 where) {
+    if (blockIdx.x >= Hv) {
+        after_own_loads();
+        bring_ahead(next, next_bytes, (blockIdx.x - Hv) * blockDim.x + threadIdx.x, (gridDim.x - Hv) * blockDim.x);
+        return;
+    }
     delta_rule<N, true, true>(Convolution{qkv, w, *history_slot, taps}, conv, decay, beta, z, a, dt, norm, state_slot, y, T,
                               Hk, Hv, dk, dv, channels, 0, eps, q_scale, Rows32{codes, scales, sums}, error, where);
 }

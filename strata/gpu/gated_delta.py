@@ -12,6 +12,8 @@ from strata.gpu.launch import Launch, Source, f32, i32, launch, pointer
 KEYS_A_THREAD = (16, 32)
 """Instances: keys of the state that one thread holds in registers; four threads share a column."""
 
+AHEAD_BLOCKS = 32
+"""Blocks that bring the next product's weights into L2 beside the heads of a window."""
 ROWS = 8
 """Rows that a block prepares side by side."""
 
@@ -90,10 +92,12 @@ def gdn_window(
     error: int,
     where: np.uint64,
     quantised: Activations | None = None,
+    ahead: tuple[int, int] = (0, 0),
 ) -> list[Launch]:
     """gdn_conv and gdn_heads of a window as one kernel; neither history nor state is written.
 
-    quantised: where y goes as activations in groups of 32 as well.
+    quantised: where y goes as activations in groups of 32 as well. ahead: address and bytes of weights that the launch
+    behind this one reads.
     """
     q = quantised or Activations(T, Hv * dv, 32, 0, 0, 0)
     need((q.T, q.K, q.group) == (T, Hv * dv, 32) and (quantised is None or dv % 32 == 0), "activations of a window",
@@ -119,10 +123,13 @@ def gdn_window(
         pointer(q.codes),
         pointer(q.scales),
         pointer(q.sums),
+        pointer(ahead[0]),
+        i32(ahead[1]),
         pointer(error),
         where,
     )
-    return [launch(SOURCE, f"gdn_window<{keys}>", Hv, threads, *args, shared_bytes=shared_bytes)]
+    blocks = Hv + (AHEAD_BLOCKS if ahead[1] else 0)
+    return [launch(SOURCE, f"gdn_window<{keys}>", blocks, threads, *args, shared_bytes=shared_bytes)]
 
 
 def gdn_commit(

@@ -1,4 +1,5 @@
 // Hyper-connections: norm of every stream (after adding the last branch's output, where there is one), mixing, add.
+#include "ahead.cuh"
 #include "quantise.cuh"
 
 #define STREAMS 4  // streams whose values are loaded at once
@@ -64,11 +65,16 @@ KERNEL(256) hc_add(float *x, const float *y, const float *a, int C, int D) {
 }
 
 // u = mean over streams of sigmoid(gate) normed, a = 2 sigmoid(inject / C); u is quantised too where codes are given.
-// One block of 256 columns of one row. inject, codes32 and codes256 may be null.
+// One block of 256 columns of one row; blocks behind those of the first row bring `next` ahead. inject, codes32 and
+// codes256 may be null.
 KERNEL(256) hc_mix(const float *normed, const float *gate, float *u, int C, int D, const float *inject, float *a,
-                   i8 *codes32, float *scales32, int *sums32, i8 *codes256, float *scales256, int *sums256, u64 *error,
-                   u64 where) {
-    int t = threadIdx.x, i = blockIdx.x * 256 + t, row = blockIdx.y;
+                   i8 *codes32, float *scales32, int *sums32, i8 *codes256, float *scales256, int *sums256,
+                   const u8 *next, u32 next_bytes, u64 *error, u64 where) {
+    int t = threadIdx.x, i = blockIdx.x * 256 + t, row = blockIdx.y, blocks = (D + 255) / 256;
+    if (blockIdx.x >= blocks) {
+        if (row == 0) bring_ahead(next, next_bytes, (blockIdx.x - blocks) * 256 + t, (gridDim.x - blocks) * 256);
+        return;
+    }
     float count = i32_f32(C), value = 0.f;
     bool fine = true;  // an infinite gate would end as a finite sigmoid
     if (i < D) {

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 PRODUCTS = ("linear", "experts")
 
+AHEAD_BYTES = 8 << 20
+"""Most bytes of weights that small kernels bring into L2 for the product behind them; 0: none."""
+
 
 class Lowering:
     """One program's launches. `op_of_launch` maps each launch to its op; see the module text."""
@@ -159,6 +162,19 @@ class Lowering:
     def next_op(self) -> Op | None:
         ops = self.program.ops
         return ops[self.index + 1] if self.fuse and self.index + 1 < len(ops) else None
+
+    def ahead(self) -> tuple[int, int]:
+        """Address and bytes of what a kernel may bring into L2 for the next product: of its largest matrix."""
+        if not self.fuse or AHEAD_BYTES == 0:
+            return 0, 0
+        for op in self.program.ops[self.index + 1 :]:
+            if op.kind == "linear":
+                found = [self.weights.matrix(name) for name in self.inputs_of(op)]
+                largest = max(found, key=lambda m: m.rows * m.row_bytes)
+                return largest.address, min(largest.rows * largest.row_bytes, AHEAD_BYTES)
+            if op.kind in PRODUCTS:
+                break
+        return 0, 0
 
     # ---- results
 

@@ -4,6 +4,7 @@
 // Every block norms all streams of its row for itself, which costs less than a kernel of its own in narrow windows: lane
 // t of the norm's sums and of the products is thread t, so streams stay in registers from one to the other. The sums
 // with the branch are not stored here, where other blocks still read the streams; the product that follows does that.
+#include "ahead.cuh"
 #include "sums.cuh"
 
 #define ROWS 3     // matrix rows of a block
@@ -11,12 +12,6 @@
 #define AHEAD 2    // streams whose weights are loaded at once
 
 enum Kind { F32_VALUES, F16_VALUES, BF16_VALUES };
-
-DEVICE void prefetch_line(const u8 *p) {
-#ifndef STRATA_ON_CPU
-    asm volatile("prefetch.global.L2 [%0];" :: "l"(p));
-#endif
-}
 
 // Chains of this thread's lane in n matrix rows of C N 256 values: v[c] holds values t, t + 256, .. of stream c.
 template <int KIND, int N>
@@ -60,12 +55,13 @@ DEVICE float tree_of(const float *lanes) {
 
 // x (T, C, D), y (T, D) and a (T, C) or null, norm (C, D), normed (T, C, D); the matrices (n0, C D) and (n1, C D) of kinds
 // k0 and k1, out0 (T, n0) = silu(product / squeeze) unless squeeze is 0, out1 (T, n1). D = 256 N.
+// next: weights of the kernel behind this one.
 // Grid: (tiles of ROWS rows, each of one matrix; rows of x).
 template <int N>
 __global__ void __launch_bounds__(256, 2)
 norm_down(const float *x, const float *y, const float *a, const float *norm, float *normed, int C, float eps, const u8 *w0,
-          float *out0, int n0, int k0, const u8 *w1, float *out1, int n1, int k1, int squeeze, u64 *error, u64 where,
-          u64 where_squeeze) {
+          float *out0, int n0, int k0, const u8 *w1, float *out1, int n1, int k1, int squeeze, const u8 *next, u32 next_bytes,
+          u64 *error, u64 where, u64 where_squeeze) {
     const int D = 256 * N;
     __shared__ float lanes[STREAMS][256];
     __shared__ float inverse[STREAMS];
@@ -76,8 +72,6 @@ norm_down(const float *x, const float *y, const float *a, const float *norm, flo
     int n = rows - first < ROWS ? rows - first : ROWS;
     u32 row_bytes = K * (kind == F32_VALUES ? 4 : 2);
     const u8 *w = (second ? w1 : w0) + (size_t)first * row_bytes;
-    for (u32 at = t * 128; at < n * row_bytes; at += 256 * 128) prefetch_line(w + at);
-
     float v[STREAMS][N], weight[STREAMS][N];
     const float *stream = x + (size_t)row * K + t;
 #pragma unroll
@@ -88,6 +82,7 @@ norm_down(const float *x, const float *y, const float *a, const float *norm, flo
     for (int c = 0; c < STREAMS; c++)
 #pragma unroll
         for (int i = 0; i < N; i++) weight[c][i] = c < C ? norm[c * D + 256 * i + t] : 0.f;
+    bring_ahead(w, n * row_bytes, t, 256);  // behind what the norm waits for
     if (y) {
         float branch[N];
 #pragma unroll
@@ -115,6 +110,7 @@ norm_down(const float *x, const float *y, const float *a, const float *norm, flo
         }
     }
     __syncthreads();
+    if (row == 0) bring_ahead(next, next_bytes, tile * 256 + t, gridDim.x * 256);
     int mine = tile;  // blocks share out what they all have
     float *target = normed + (size_t)row * K + t;
 #pragma unroll

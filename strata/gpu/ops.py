@@ -108,7 +108,8 @@ def _gdn_heads(c: Lowering, op: Op) -> None:
     y, width = op.buffers["y"], k["Hv"] * k["dv"]
     fits = 32 in c.groups_of(y, width) and k["dv"] % 32 == 0  # a group of 256 would span heads
     quantised = c.place_activations(y, width, 32, c.T) if fits else None
-    c.add(gated_delta.gdn_window(*inputs, *places, *shape, k["eps"], c.error, c.where(op), quantised))
+    c.add(gated_delta.gdn_window(*inputs, *places, *shape, k["eps"], c.error, c.where(op), quantised,
+                                 c.ahead()))  # fmt: skip
 
 
 def _gdn_commit(c: Lowering, op: Op) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from strata.arch.flash_next.program import trunk_program
 from strata.base.geometry import Geometry
 from strata.base.plan import MIB, Plan, PlanLine
-from strata.gpu.chunk_plan import ChunkBytes, ChunkPrices, largest_chunk
+from strata.gpu.chunk_plan import ChunkBytes, ChunkPrices, chunk_problem, largest_chunk
 from strata.gpu.slots import ExpertSlots
 from strata.pack.experts import expert_layout
 from strata.pack.gguf_file import GgufFile
@@ -30,7 +30,7 @@ def largest_for(
     slots: experts that each layer holds in VRAM, all without; others come over the link through a ring.
     """
     experts = expert_layout(gguf, g.L)
-    if not all(part.format.group for layer in experts.layers for part in layer.projections):
+    if chunk_problem(g) or not all(part.format.group for layer in experts.layers for part in layer.projections):
         return None
     held = ExpertSlots(experts, slots) if slots else None
     prices = ChunkPrices(
@@ -45,6 +45,11 @@ def largest_for(
     return prices.of(rows) if rows else None
 
 
+def _by_windows(g: Geometry, no_room: str) -> str:
+    problem = chunk_problem(g)
+    return f"prompts are read by windows: {f'chunks do not take {problem}' if problem else no_room}"
+
+
 def _ram(p: Plan) -> int:
     """RAM that staging may take: what is left, or what the cache of a mapped file gives back."""
     left = p.free_bytes["ram"] - p.total_bytes("ram")
@@ -56,7 +61,7 @@ def with_chunk(p: Plan, gguf: GgufFile, g: Geometry) -> Plan:
     spare = {"vram": p.free_bytes["vram"] - p.total_bytes("vram"), "ram": _ram(p)}
     of = largest_for(gguf, g, p.context, p.kv, spare, p.slots)
     if of is None:
-        return replace(p, notes=(*p.notes, "prompts are read by windows: no room for a chunk beside the experts"))
+        return replace(p, notes=(*p.notes, _by_windows(g, "no room for a chunk beside the experts")))
     lines = [
         PlanLine("prefill buffers", "vram", of.device_bytes, f"chunks of up to {of.rows:,} rows"),
         PlanLine("prefill staging", "ram", of.staging, "pinned: n-gram rows of two chunks"),
@@ -78,7 +83,7 @@ def paid_with_slots(plan_of: Callable[[PlanOptions], Plan], o: PlanOptions, gguf
     cache = sum(line.n_bytes for line in made.lines if line.line == "expert cache")
     of = largest_for(gguf, g, made.context, made.kv, {"vram": int(SLOT_SHARE * cache), "ram": _ram(made)}, made.slots)
     if of is None:
-        note = "prompts are read by windows: a chunk would take too many of the expert slots"
+        note = _by_windows(g, "a chunk would take too many of the expert slots")
         return replace(made, notes=(*made.notes, note))
     reserve = made.line("reserve").n_bytes
     options = replace(o, prefill="windows", context=made.context, reserve_mib=(reserve + of.device_bytes) / MIB)
