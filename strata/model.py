@@ -29,6 +29,7 @@ from strata.pack.fingerprint import fingerprint
 from strata.pack.gguf_file import GgufFile
 from strata.records import ChatResult, Result
 from strata.runtime import sampling
+from strata.runtime.compile_ahead import second_process
 from strata.runtime.orchestrator import TieredBackend
 from strata.runtime.session import AUTOMATIC_CHECKPOINTS, SessionState
 from strata.runtime.speculation import Speculator, drafting_facts
@@ -157,12 +158,17 @@ class Model:
         self.plan: Plan = plan_load(gguf, self.geometry, options, source)
         self.context, self.kv = self.plan.context, self.plan.kv
         self.draft_layer = load_draft_layer(source, gguf, arch, self.geometry)
-        # Here, so that no token waits for them, and before memory is taken.
-        report(COMPILING, 0, 1, "sampling")
-        sampling.warm_up()
-        report(COMPILING, 1, 1)
-        self._backend = make_backend(gguf, arch, self.geometry, self.plan, options.pin, self.draft_layer,
-                                     options.ranking(self.geometry))  # fmt: skip
+        with second_process(cpu=self.plan.device == "cpu") as finish:
+            self._backend = make_backend(gguf, arch, self.geometry, self.plan, options.pin, self.draft_layer,
+                                         options.ranking(self.geometry))  # fmt: skip
+            try:
+                report(COMPILING, 0, 1, "sampling")
+                finish()  # it may be writing what this process would write
+                sampling.warm_up()  # so that no token waits for it
+                report(COMPILING, 1, 1)
+            except BaseException:
+                self._backend.close()
+                raise
         if self.draft_layer is not None and self.plan.device != "cpu":
             self.draft_layer = self.draft_layer.without_tensors()  # they are on the device
         self._turn = threading.RLock()

@@ -82,6 +82,7 @@ def test_convolution_and_delta_rule_in_one(s, T):
             error.address,
             where(0, LAYER),
             area.places if area else None,
+            (address(qkv), qkv.nbytes) if T > 1 else (0, 0),
         ),
         reverse=T > 1,
     )

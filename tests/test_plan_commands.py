@@ -148,7 +148,8 @@ def test_plan_finds_a_model_as_run_does(files, app, tmp_path, monkeypatch):
     plans = [json.loads(CliRunner().invoke(app, [str(p), *arguments]).output) for p in (files["IQ3_S"], folder)]
     monkeypatch.setenv(locate.VARIABLE, str(folder))
     plans.append(json.loads(CliRunner().invoke(app, arguments).output))
-    assert plans[0] == plans[1] == plans[2]
+    told = [(p["model"], p["context"], p["lines"]) for p in plans]
+    assert told[0] == told[1] == told[2]
     monkeypatch.delenv(locate.VARIABLE)
     monkeypatch.setattr(locate, "checkout", lambda: None)
     assert CliRunner().invoke(app, []).exit_code == 2

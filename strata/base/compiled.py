@@ -168,6 +168,17 @@ def _cache_for(function: Callable) -> _Cache | None:
         return None
 
 
+def is_kept(function: Callable) -> bool | None:
+    """Whether a compiled form of a function lies on disk; None where none can."""
+    files = _cache_for(function)
+    if files is None:
+        return None
+    try:
+        return bool(files._cache_file._load_index())
+    except Exception:  # a cut or foreign pickle can raise anything; what reads it next says so
+        return False
+
+
 def cached_njit(function: Callable):
     """`njit(nogil, error_model="numpy")` compiled on first call and kept on disk by the rules of this module."""
     dispatcher = njit(nogil=True, error_model="numpy")(function)

@@ -34,12 +34,6 @@ def _nibbles(s: Simd, w: Value, at: int) -> list[Value]:
     return [s.and_(packed, 15), s.and_(s.shr_bytes(packed, 4), 15)]
 
 
-def _twos(s: Simd, w: Value, at: int) -> list[Value]:
-    """The four 2-bit codes of 64 bytes, not masked."""
-    packed = s.load(w, at, i8, 64)
-    return [s.shr_bytes(packed, 2 * k) if k else packed for k in range(4)]
-
-
 def _widened(s: Simd, values: Value, index: Sequence[int]) -> Value:
     """Unsigned bytes, picked, as int16."""
     n = values.type.count
@@ -168,13 +162,17 @@ def _q3_scales(s: Simd, w: Value) -> Value:
     low = s.multishift(s.constant(i8, low_starts), s.pick(raw, [*range(2, 10)] * 2))
     top = s.multishift(s.constant(i8, top_starts), s.pick(raw, [*range(10, 14)] * 4))
     scales = s.b.or_(s.and_(low, 15), s.and_(top, 0x30))
-    return s.b.sext(s.b.sub(scales, s.splat(i8, 16, 32)), vector(i16, 16))
+    # Subtracted as words: of extended bytes the compiler makes two instructions for every pick, not one.
+    return s.b.sub(s.b.zext(scales, vector(i16, 16)), s.splat(i16, 16, 32))
 
 
 def _unpack_q3(s: Simd, w: Value, part: int, left: Value | None) -> tuple:
-    high, weights = _twice(s, w, 0), []
-    for k, code in enumerate(_twos(s, w, 32)):
-        weights.append(s.b.or_(s.and_(code, 3), s.and_(_field(s, high, k - 2, k + 2), 4)))
+    """Two codes and their third bits are a 6-bit index, of which a table for each makes a weight."""
+    high, packed, weights = _twice(s, w, 0), s.load(w, 32, i8, 64), []
+    tables = [s.constant(i8, [k >> 2 * part & 3 | (k >> 4 + part & 1) << 2 for k in range(64)]) for part in (0, 1)]
+    for codes, bit in ((packed, 0), (s.shr_bytes(packed, 4), 2)):
+        index = s.b.or_(s.and_(codes, 15), s.and_(_field(s, high, bit - 4, bit), 0xF0 - 256))
+        weights += [s.permb(table, index) for table in tables]
     return weights, *_signed_scales(s, _q3_scales(s, w), K2, 4), halves_at(s, w, 102)
 
 
