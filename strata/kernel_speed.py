@@ -187,6 +187,21 @@ class KernelBench:
     def stream_all_gbps(self) -> float:
         return self._reading.n_bytes / wall_seconds(self._reading, self._all) / 1e9
 
+    @property
+    def one_thread(self) -> Pool:
+        return self._one
+
+    def fill(self, format: BlockFormat) -> np.ndarray:
+        """Rows of random blocks of COLUMNS values all over the area; returns it, bytes."""
+        row_bytes = format.row_bytes(COLUMNS)
+        n_bytes = self._area.size // row_bytes * row_bytes
+        tile = random_rows(format, TILE_BYTES // row_bytes, COLUMNS, 0.02, np.random.default_rng(format.ggml_id))
+        flat = tile.reshape(-1)
+        for at in range(0, n_bytes, flat.size):
+            part = min(flat.size, n_bytes - at)
+            self._area[at : at + part] = flat[:part]
+        return self._area
+
     def measure(
         self, format: BlockFormat, rows: list[int], repeats: int, progress: Callable[[], None] = lambda: None
     ) -> list[Rates]:
@@ -194,12 +209,7 @@ class KernelBench:
         row counts and reading, so that all see the same minute."""
         check_format(format, self.tier)
         row_bytes = format.row_bytes(COLUMNS)
-        n = self._area.size // row_bytes
-        tile = random_rows(format, TILE_BYTES // row_bytes, COLUMNS, 0.02, np.random.default_rng(format.ggml_id))
-        flat = tile.reshape(-1)
-        for at in range(0, n * row_bytes, flat.size):
-            part = min(flat.size, n * row_bytes - at)
-            self._area[at : at + part] = flat[:part]
+        n = self.fill(format).size // row_bytes
         kernels = kernels_of(format, self.tier)
         jobs = {}
         for R in rows:

@@ -95,10 +95,19 @@ def test_report(tiny_path: Path):
     assert all(f"\n  {part} " in said for part in parts)
 
 
-def test_report_without_drafting(tiny_path: Path):
+def test_report_without_drafting(tiny_path: Path, monkeypatch):
+    runs, decode = [], Speed.decode
+
+    def noted(self, n_tokens, profile):
+        runs.append((n_tokens, profile))
+        return decode(self, n_tokens, profile)
+
+    monkeypatch.setattr(Speed, "decode", noted)
     arguments = ["--model", str(tiny_path), "-n", "4", "--prefill-tokens", "16", "-r", "1", "--draft", "off"]
     done = RUNNER.invoke(app, ["bench", "decode", *arguments, "--json"])
     assert done.exit_code == 0 and json.loads(done.stdout)["drafting"] is None
+    # Both kinds of run have warmed up before the first that counts.
+    assert {profile for _, profile in runs[: runs.index((4, False))]} == {False, True}
     assert "unpredictable" not in RUNNER.invoke(app, ["bench", "decode", *arguments]).stdout
 
 

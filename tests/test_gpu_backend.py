@@ -15,6 +15,7 @@ from strata.arch.flash_next.programs import build_programs
 from strata.base.errors import BadArgument, NotFinite
 from strata.base.window import HeadRequest
 from strata.cpu.backend import CpuBackend
+from strata.gpu import hc_ops, lower, ops
 from strata.gpu.backend import GpuBackend, measure
 from strata.gpu.hc_ops import NORM_DOWN_ROWS
 from strata.pack.experts import expert_layout
@@ -214,6 +215,21 @@ def test_nodes_of_a_window(pair):
     assert len(narrow) == len(wide) == 1
     assert min(wide) - max(narrow) == 2 * pair.gpu.geometry.L, "norms of narrow windows are part of the product"
     assert counts["trunk T=1"] <= 30 * pair.gpu.geometry.L
+
+
+def test_what_narrow_windows_join_can_be_switched_off(pair, monkeypatch):
+    g, program = pair.gpu.geometry, pair.gpu.programs.windows[1]
+    kernels = [[one.kernel for one in pair.gpu._lower(program).launches]]
+    assert sum(k.startswith("norm_down") for k in kernels[0]) == 2 * g.L
+    assert sum(k.startswith("mixed") for k in kernels[0]) >= g.L
+    for module, name in ((hc_ops, "NORM_DOWN_ROWS"), (ops, "MIXED_ROWS")):
+        monkeypatch.setattr(module, name, 0)
+        kernels.append([one.kernel for one in pair.gpu._lower(program).launches])
+    assert len(kernels[0]) == len(kernels[1]) - 2 * g.L < len(kernels[2]) - 2 * g.L
+    assert not any(k.startswith(("norm_down", "mixed")) for k in kernels[2])
+    grids = sum(one.grid[0] for one in pair.gpu._lower(program).launches)
+    monkeypatch.setattr(lower, "AHEAD_BYTES", 0)
+    assert sum(one.grid[0] for one in pair.gpu._lower(program).launches) < grids
 
 
 @pytest.mark.gpu

@@ -11,10 +11,3 @@ DEVICE void bring_ahead(const u8 *p, u32 n, u32 thread, u32 threads) {
     for (u32 at = thread * LINE; at < n; at += threads * LINE) asm volatile("prefetch.global.L2 [%0];" :: "l"(p + at));
 #endif
 }
-
-// Lets a kernel's own loads go first.
-DEVICE void after_own_loads() {
-#ifndef STRATA_ON_CPU
-    asm volatile("nanosleep.u32 1000;");
-#endif
-}

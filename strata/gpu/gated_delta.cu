@@ -81,6 +81,8 @@ struct Rows32 {  // outputs as activations in groups of 32, which heads must hol
 struct Convolution {  // inputs of the convolution; qkv null: its outputs are there already
     const float *qkv, *w, *history;
     int taps;
+    const u8 *next;  // weights to bring ahead once the block has asked for what it reads itself
+    u32 next_bytes;
 };
 
 // The keys r, r + 4, .. of a column, zero behind the last one.
@@ -139,6 +141,8 @@ DEVICE void delta_rule(const Convolution &source, float *conv, float *decay, flo
             gates[2 * t + 1] = raw;
         }
         __syncthreads();
+        if (CONV && row0 == 0)
+            bring_ahead(source.next, source.next_bytes, blockIdx.x * blockDim.x + t, gridDim.x * blockDim.x);
 #pragma unroll 1
         for (int one = warp; one < (OUTPUT ? 2 : 1) * rows; one += warps) {
             int row = one % rows;
@@ -208,18 +212,13 @@ KERNEL(512) gdn_heads(float *conv, float *decay, float *beta, const float *z, co
                                advance, eps, q_scale, Rows32(), error, where);
 }
 
-// Convolution and delta rule of a window in one; conv is left for the commit. Blocks behind the heads bring `next` ahead.
+// Convolution and delta rule of a window in one; conv is left for the commit. next: weights of the kernel behind.
 template <int N>
 KERNEL(512) gdn_window(const float *qkv, const float *w, const float *const *history_slot, int taps, float *conv,
                        float *decay, float *beta, const float *z, const float *a, const float *dt, const float *norm,
                        float *const *state_slot, float *y, int T, int Hk, int Hv, int dk, int dv, int channels, float eps,
                        float q_scale, i8 *codes, float *scales, int *sums, const u8 *next, u32 next_bytes, u64 *error, u64 where) {
-    if (blockIdx.x >= Hv) {
-        after_own_loads();
-        bring_ahead(next, next_bytes, (blockIdx.x - Hv) * blockDim.x + threadIdx.x, (gridDim.x - Hv) * blockDim.x);
-        return;
-    }
-    delta_rule<N, true, true>(Convolution{qkv, w, *history_slot, taps}, conv, decay, beta, z, a, dt, norm, state_slot, y, T,
+    delta_rule<N, true, true>(Convolution{qkv, w, *history_slot, taps, next, next_bytes}, conv, decay, beta, z, a, dt, norm, state_slot, y, T,
                               Hk, Hv, dk, dv, channels, 0, eps, q_scale, Rows32{codes, scales, sums}, error, where);
 }
 

@@ -12,8 +12,6 @@ from strata.gpu.launch import Launch, Source, f32, i32, launch, pointer
 KEYS_A_THREAD = (16, 32)
 """Instances: keys of the state that one thread holds in registers; four threads share a column."""
 
-AHEAD_BLOCKS = 32
-"""Blocks that bring the next product's weights into L2 beside the heads of a window."""
 ROWS = 8
 """Rows that a block prepares side by side."""
 
@@ -128,8 +126,7 @@ def gdn_window(
         pointer(error),
         where,
     )
-    blocks = Hv + (AHEAD_BLOCKS if ahead[1] else 0)
-    return [launch(SOURCE, f"gdn_window<{keys}>", blocks, threads, *args, shared_bytes=shared_bytes)]
+    return [launch(SOURCE, f"gdn_window<{keys}>", Hv, threads, *args, shared_bytes=shared_bytes)]
 
 
 def gdn_commit(

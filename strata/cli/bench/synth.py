@@ -119,7 +119,10 @@ def _measure(
                 say(f"routing    of the prompt: {facts}")
                 found["prefill_routing"] = asdict(facts)
                 found["prefill_tokens_per_s"] = _spread([bench.prefill(prefill_tokens) for _ in range(repeat)])
-                say(f"prefill    {_rate(found['prefill_tokens_per_s'])}, {repeat} x {prefill_tokens} tokens")
+                times = found["prefill_tokens_per_s"]["median"] / found["decode_tokens_per_s"]["median"]
+                found["times_decode"] = round(times, 2)
+                say(f"prefill    {_rate(found['prefill_tokens_per_s'])}, {repeat} x {prefill_tokens} tokens, "
+                    f"{times:.2f} times decode")  # fmt: skip
         stats = model.stats()
         found |= {"threads": stats["threads"], "backend": stats["backend"], "load_s": round(model.load_seconds, 2)}
         say(f"backend    {stats['backend']}, {stats['threads']} threads")
