@@ -23,7 +23,8 @@ from strata.model import Model, load
 from strata.planner.estimate import JOIN_US
 from strata.planner.facts import ModelFacts
 from strata.planner.machine import Gpu, Machine
-from strata.planner.memory import facts_of
+from strata.planner.memory import choose_device, facts_of
+from strata.planner.options import PlanOptions
 from strata.runtime.remembered import Settings
 from strata.runtime.session import SessionState
 from strata.runtime.split import Split, SplitCosts, choose_split, cpu_line
@@ -223,6 +224,7 @@ def calibrate(
     link. Nothing is kept on disk; see `strata.runtime.remembered`. Raises what `strata.load` raises.
     """
     machine = machine or Machine.here(path, measure=True)
+    gpu = choose_device(machine, PlanOptions(device=device))
     options = {"context": CONTEXT, "checkpoints": 0}
     notes: list[str] = []
     say("timing experts on the CPU")
@@ -232,16 +234,16 @@ def calibrate(
     link = split = None
     trials: list[Trial] = []
     settings, used = Settings(), "cpu"
-    if machine.gpus and device != "cpu":
+    if gpu is not None:
         say("timing the link")
-        link = _link(machine.gpus[0], notes)
-    if link is not None:
+        link = _link(gpu, notes)
+    if gpu is not None and link is not None:
         with load(path, device=device, **options) as model:
             used = model.plan.device
             hybrid = getattr(model._backend, "hybrid", None)
             if model.plan.estimate is not None:
                 hit_rate = model.plan.estimate.hit_rate
-            costs = split_costs(facts, experts, machine.gpus[0], link, machine.ram_gbps)
+            costs = split_costs(facts, experts, gpu, link, machine.ram_gbps)
             K = model.geometry.K
             split = choose_split(costs, K * (1 - hit_rate), 1.0, K * hit_rate)
             if hybrid is not None:

@@ -68,6 +68,10 @@ class LoadOptions:
             value = getattr(self, name)
             if isinstance(value, np.integer):
                 object.__setattr__(self, name, int(value))
+        for name in ("vram_gib", "pcie_share"):
+            value = getattr(self, name)
+            if isinstance(value, np.integer | np.floating):
+                object.__setattr__(self, name, value.item())
 
     def validate(self) -> None:
         """Raise BadArgument for the first option out of its range."""
@@ -90,6 +94,7 @@ class LoadOptions:
         share = self.pcie_share
         number = isinstance(share, int | float) and not isinstance(share, bool) and 0 <= share <= 1
         need(share is None or number, "pcie_share is out of range", found=repr(share), needed="None, or 0 to 1")
+        need(self.profile != "", "profile is empty", found="''", needed="a path, or None")
         known = self.profile is None or isinstance(self.profile, str | Path | ExpertProfile)
         need(known, "profile is unusable", found=repr(self.profile), needed="a path or an ExpertProfile")
         small = self.context is not None and self.context < LEAST_CONTEXT

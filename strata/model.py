@@ -103,7 +103,8 @@ def load(
                  fits, else "mapped"
     pcie_share   share of the experts missing in a layer that the GPU reads over PCIe instead, 0 to 1; None: as
                  `strata calibrate` kept it, else by cost. Above 0 with experts="mapped" it locks the file's pages
-    profile      file of a ranking of experts (`strata profile`), or an ExpertProfile: the first are held
+    profile      file of a ranking of experts (`strata profile`), or an ExpertProfile: the first are held by the GPU;
+                 on the CPU it is checked, and has no use
     ngram        how rows of the n-gram table are read: "mapped": through the page cache; "direct": past it, while the
                  window already runs; "auto": mapped where free RAM holds the whole table, else direct if the file
                  system can

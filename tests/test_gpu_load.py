@@ -352,13 +352,24 @@ def test_a_plain_machine_says_nothing(tiny_path, monkeypatch, caplog):
         strata.load(tiny_path, context=256, vram_gib=4, device="auto")
 
 
-@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "CPU", 0, None])
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "cuda:\u00b2", "CPU", 0, None])
 def test_unknown_devices_are_refused(tiny_path, device):
     for call in (strata.load, strata.plan):
         with pytest.raises(BadArgument, match="unknown device"):
             call(tiny_path, device=device)
     with pytest.raises(BadArgument, match="vram_gib"):
         strata.load(tiny_path, vram_gib=-1)
+
+
+def test_numbers_of_numpy_are_numbers(tiny_path):
+    for number in (np.float32(0.5), np.float64(0.5), np.int64(1)):
+        options = loading.LoadOptions(vram_gib=number, pcie_share=number)
+        options.validate()
+        assert type(options.vram_gib) in (int, float) and options.pcie_share == float(number)
+    with pytest.raises(BadArgument, match="pcie_share"):
+        loading.LoadOptions(pcie_share=np.float32("nan")).validate()
+    with pytest.raises(BadArgument, match="profile is empty"):
+        strata.load(tiny_path, profile="")
 
 
 def test_an_old_card_is_a_problem():

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from strata import gpu_speed
-from strata.base.errors import BadArgument
+from strata import gpu_speed, synth
+from strata.base.errors import BadArgument, StrataError
 from strata.cli import app
 from strata.gpu import device
 from strata.gpu.launch import Launch
 from strata.gpu.speed import SOURCE, copy_blocks, replay_ids
 from strata.gpu_speed import Effort, distinct_experts, op_bytes, op_name, open_backend, repeated, replayed
+from strata.planner.machine import Machine
 from strata.replay import uniform_ids
 from tests.canonical.call import assert_same, check_guards, guarded, room
 from tests.gpu.host_device import HostDevice
@@ -178,3 +180,26 @@ def test_refusals(quick, tiny_path):
                         (("--layers", "0"), "layers")):  # fmt: skip
         done = CliRunner().invoke(app, command("--model", str(tiny_path), *words))
         assert done.exit_code == 2 and text in done.stderr, (words, done.output)
+
+
+@pytest.mark.parametrize("which", ["gpu", "experts"])
+def test_without_a_gpu_no_model_is_made(monkeypatch, which):
+    """A made model takes minutes and gigabytes."""
+
+    def none(index: int) -> None:
+        raise StrataError("no driver")
+
+    def made(*_: object) -> None:
+        pytest.fail("a model was made")
+
+    here = Machine.here
+    monkeypatch.setattr(device, "CupyDevice", none)
+    monkeypatch.setattr(Machine, "here", classmethod(lambda cls, *a, **k: replace(here(*a, **k), gpus=())))
+    monkeypatch.setattr(synth, "memory_model", made)
+    done = CliRunner().invoke(app, ["bench", which])
+    assert done.exit_code in (1, 2) and ("needs a GPU" in done.stderr or "is not there" in done.stderr), done.output
+
+
+def test_shared_experts_are_not_measured_on_the_cpu():
+    done = CliRunner().invoke(app, ["bench", "experts", "--device", "cpu", "--experts", "mapped"])
+    assert done.exit_code == 2 and "need a GPU" in done.stderr

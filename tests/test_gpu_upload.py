@@ -157,6 +157,21 @@ def test_pinned_sources_are_not_bounced_and_others_are():
     up.close()
 
 
+def test_copies_do_not_reach_from_one_registration_into_the_next():
+    device = HostDevice()
+    up = Uploader(device, ring_bytes=RING)
+    memory = np.frombuffer(mmap.mmap(-1, 8192), np.uint8)
+    memory[:] = np.arange(8192, dtype=np.uint8)
+    for half in (memory[:4096], memory[4096:]):
+        device.register(half.ctypes.data, 4096)
+    target = device.alloc(200)
+    up.raw(target, memory[3996:4096])
+    up.raw(target + 100, memory[4096:4196])
+    up.finish()
+    np.testing.assert_array_equal(download(device, target, 200), memory[3996:4196])
+    up.close()
+
+
 def test_a_mapped_file_is_a_source(tmp_path):
     format = by_name("IQ4_NL")
     raw = rows_of(format, 24, 20)

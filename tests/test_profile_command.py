@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,9 @@ from typer.testing import CliRunner, Result
 import strata
 from strata import profiling
 from strata.base.errors import BadArgument, StrataError
-from strata.cli import app
+from strata.cli import app, profile
 from strata.pack.profile import read_profile
+from strata.planner.machine import Machine
 from strata.planner.memory import plan_file
 from strata.runtime.simulate import POLICIES, count_windows, cut_windows, trace_windows
 from strata.runtime.swaps import ranking
@@ -115,7 +117,6 @@ def test_profile_refuses(tiny_path, texts, tmp_path):
 def test_calibrate_remembers_and_forgets(tiny_path, tmp_path, monkeypatch):
     from strata import calibration
     from strata.calibration import Calibration, ExpertTimes, Trial
-    from strata.planner.machine import Machine
     from strata.runtime.remembered import Settings, remembered
 
     monkeypatch.setenv("STRATA_CACHE", str(tmp_path))
@@ -142,3 +143,21 @@ def test_calibrate_remembers_and_forgets(tiny_path, tmp_path, monkeypatch):
     assert json.loads(call("calibrate", tiny_path, "--forget", "--json").stdout)["forgotten"] is False
     done = call("calibrate", tiny_path, "--turns", 0)
     assert done.exit_code == 2 and "--turns" in done.stderr
+
+
+def test_calibrate_refuses_a_device_that_is_not_there(tiny_path, monkeypatch):
+    here = Machine.here
+    monkeypatch.setattr(Machine, "here", classmethod(lambda cls, *a, **k: replace(here(*a, **k), gpus=())))
+    for device, text in (("cuda", "is not there"), ("cuda:1", "is not there"), ("gpu", "unknown device")):
+        done = call("calibrate", tiny_path, "--device", device)
+        assert done.exit_code == 2 and text in done.stderr
+
+
+@pytest.mark.parametrize("flag", ["--out", "--trace"])
+def test_a_place_that_cannot_be_written_is_told_before_texts_are_read(tiny_path, tmp_path, monkeypatch, flag):
+    monkeypatch.setattr(profile, "_read_texts", lambda *_: pytest.fail("texts were read"))
+    text = tmp_path / "a.txt"
+    text.write_text("def f(x):", encoding="utf-8")
+    for place in ("", tmp_path, tmp_path / "none" / "p.strp", "/"):
+        done = call("profile", tiny_path, text, flag, place)
+        assert done.exit_code == 1 and "cannot write" in done.stderr, done.output

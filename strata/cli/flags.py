@@ -83,7 +83,7 @@ def slots(text: str | None) -> int | str | None:
     """The value of --slots for a load. BadArgument if it is neither a number nor "all"."""
     if text is None or text == "all":
         return text
-    need(text.isdigit(), "--slots cannot be read", found=repr(text), needed="a number, or all")
+    need(text.isascii() and text.isdigit(), "--slots cannot be read", found=repr(text), needed="a number, or all")
     return int(text)
 
 

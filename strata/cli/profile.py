@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -54,6 +55,8 @@ def command(
     need(trace is None or bool(texts), "--trace writes the routing of texts", needed="TEXT...")
     need(1 <= rows <= 8, "--rows is out of range", found=rows, needed="1 to 8")
     need(max_tokens is None or max_tokens >= 1, "--max-tokens is too small", found=max_tokens, needed=">= 1")
+    for place in filter(None, (out, trace)):
+        _check_place(place)
     path = find_model(file)
     layers, experts, expert_bytes = _experts(path)
     if from_trace:
@@ -85,6 +88,14 @@ def command(
         report["simulation"] = {"windows": len(windows) - replayed, "held_out_windows": replayed,
                                 "sizes": [_size(size) for size in found]}  # fmt: skip
     typer.echo(json.dumps(report) if json_ else "\n".join(_text(report)))
+
+
+def _check_place(place: Path) -> None:
+    """FileError for a file that could not be written after the texts have been read, which may take hours."""
+    folder = place.parent
+    good = place.name != "" and not place.is_dir() and folder.is_dir() and os.access(folder, os.W_OK)
+    if not good:
+        raise FileError(f"cannot write '{place}'", needed="a file in a writable folder that exists")
 
 
 def _experts(path: Path) -> tuple[int, int, tuple[int, ...]]:

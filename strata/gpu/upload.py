@@ -70,10 +70,10 @@ class _Piece:
     end: int
     bounced: list[tuple[np.ndarray, int]] = field(default_factory=list)
     """Arrays that threads copy into the ring, and where (bytes ever taken)."""
-    staged: list[tuple[int, int, int]] = field(default_factory=list)
-    """(address in the device's ring, source address, bytes)."""
-    direct: list[tuple[int, int, int]] = field(default_factory=list)
-    """The same for what goes to its target as it is."""
+    staged: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """(address in the device's ring, source address, bytes, 0)."""
+    direct: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """The same for what goes to its target as it is, and the number of its `raw` call."""
     matrices: list[tuple[_Shape, int, int, int]] = field(default_factory=list)
     """(shape, rows, place in the ring, target)."""
     sources: list[np.ndarray] = field(default_factory=list)
@@ -106,7 +106,7 @@ class Uploader:
         self._filling: deque[_Piece] = deque()
         self._under_way: deque[tuple[int, Any, list[np.ndarray]]] = deque()
         """End, event and sources of what was sent."""
-        self._n_sent = 0
+        self._n_sent = self._n_raw = 0
         device.after(STAGE, device.record())  # the ring's memory was zeroed on the main stream
 
     # ---- queueing
@@ -114,6 +114,7 @@ class Uploader:
     def raw(self, target: int, data: np.ndarray) -> None:
         """Queue bytes as they are, to address `target`."""
         flat = _flat(data)
+        self._n_raw += 1
         for start in range(0, flat.size, self._piece_bytes):
             self._add(flat[start : start + self._piece_bytes], target + start, None)
 
@@ -215,9 +216,9 @@ class Uploader:
             piece.bounced.append((flat, place))
             source = self._bounce_at + place
         if shape is None:
-            piece.direct.append((target, source, flat.size))
+            piece.direct.append((target, source, flat.size, self._n_raw))
         else:
-            piece.staged.append((self._raw + place, source, flat.size))
+            piece.staged.append((self._raw + place, source, flat.size, 0))
             piece.matrices.append((shape, flat.size // shape.row_bytes, place, target))
 
     def _seal(self) -> None:
@@ -236,15 +237,34 @@ class Uploader:
         piece, device = self._filling.popleft(), self._device
         for part in piece.filled:
             part.result()
-        for copy in _joined(piece.staged):
+        for copy in self._joined(piece.staged):
             device.copy_in(*copy, STAGE)
         device.after(WORK, device.record(STAGE))
         device.after(WORK, device.record())
-        for copy in _joined(piece.direct):
+        for copy in self._joined(piece.direct):
             device.copy_in(*copy, WORK)
         device.run(piece.launches, WORK)
         self._under_way.append((piece.end, device.record(WORK), piece.sources))
         self._n_sent += 1
+
+    def _joined(self, copies: list[tuple[int, int, int, int]]) -> Iterator[tuple[int, int, int]]:
+        """The copies, neighbours as one. A copy must not reach from one allocation or registration into the next, which
+        may begin where it ends: then the device refuses it."""
+        at = source = size = last = 0
+        for to, origin, n_bytes, call in copies:
+            if size and (to, origin, call) == (at + size, source + size, last) and self._one(source, size + n_bytes):
+                size += n_bytes
+                continue
+            if size:
+                yield at, source, size
+            at, source, size, last = to, origin, n_bytes, call
+        if size:
+            yield at, source, size
+
+    def _one(self, source: int, n_bytes: int) -> bool:
+        """Whether bytes of the host lie in the ring, or in one registered piece."""
+        inside = self._bounce_at <= source and source + n_bytes <= self._bounce_at + self._ring_bytes
+        return inside or self._device.is_registered(source, n_bytes)
 
     def _relayouts(self, piece: _Piece) -> list[Launch]:
         """Launches for the piece's matrices, those of one shape together; a list of their places joins the piece."""
@@ -257,7 +277,7 @@ class Uploader:
         at = piece.end % self._ring_bytes
         self._taken = piece.end = piece.end + places.size
         piece.bounced.append((places, at))
-        piece.staged.append((self._raw + at, self._bounce_at + at, places.size))
+        piece.staged.append((self._raw + at, self._bounce_at + at, places.size, 0))
         launches, listed = [], self._raw + at
         for (shape, rows), group in groups.items():
             launches += relayout_stack(shape.format, listed, len(group), rows, shape.K, shape.table, shape.field)
@@ -320,17 +340,3 @@ def _up(n_bytes: int) -> int:
 def _flat(data: np.ndarray) -> np.ndarray:
     flat = np.ascontiguousarray(data).reshape(-1)
     return flat if flat.dtype == np.uint8 else flat.view(np.uint8)
-
-
-def _joined(copies: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
-    """The copies, neighbours on both sides as one."""
-    at = source = size = 0
-    for to, origin, n_bytes in copies:
-        if size and (to, origin) == (at + size, source + size):
-            size += n_bytes
-            continue
-        if size:
-            yield at, source, size
-        at, source, size = to, origin, n_bytes
-    if size:
-        yield at, source, size

@@ -89,6 +89,8 @@ def write_profile(path: str | Path, profile: ExpertProfile) -> None:
 
 def write_atomic(path: Path, data: bytes) -> None:
     """Writes a file beside its place and renames it into it; FileError if the system refuses."""
+    if not path.name:
+        raise FileError(f"cannot write '{path}'", found="a folder", needed="the name of a file")
     temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         with temporary.open("wb") as file:

@@ -91,7 +91,7 @@ class PlanOptions:
 def check_device_name(device: object) -> None:
     """BadArgument unless it is "auto", "cpu", "cuda" or "cuda:N"."""
     text = device if isinstance(device, str) else ""
-    ok = text in ("auto", "cpu", "cuda") or (text.startswith("cuda:") and text[5:].isdigit())
+    ok = text in ("auto", "cpu", "cuda") or (text.startswith("cuda:") and text[5:].isascii() and text[5:].isdigit())
     need(ok, f"unknown device {device!r}", needed="auto, cpu, cuda or cuda:N")
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from strata.base.errors import BadArgument
+from strata.base.geometry import Geometry
 from strata.base.state import State
 from strata.base.window import HeadRequest, HeadRows
 from strata.runtime.checkpoints import Checkpoint, Ledger
@@ -31,6 +32,7 @@ class Backend(Protocol):
     chunk_rows  most rows, in whole cells, that one call of prefill reads
     """
 
+    geometry: Geometry
     chunk_rows: int
 
     def new_state(self) -> State: ...

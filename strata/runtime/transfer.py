@@ -29,7 +29,7 @@ _HEAD = struct.Struct("<II")
 _CRC = struct.Struct("<I")
 
 TOKENS, RECURRENT, WAITING = "tokens", "recurrent", "drafter.x"
-DRAFT = "mtp."
+DRAFT, RING = "mtp.", "mtp.waiting"
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,10 @@ def import_session(session: SessionState, blob: bytes, identity: Identity) -> No
     header, arrays = _read(blob)
     _check_identity(header, identity)
     state, tokens = session.state, arrays[TOKENS]
+    if tokens.dtype != session.tokens.dtype or tokens.ndim != 1:
+        raise _damaged(f"tokens as {tokens.dtype} {tokens.shape}")
+    if len(tokens) and not (0 <= tokens.min() and tokens.max() < session.backend.geometry.V):
+        raise _damaged("tokens outside the vocabulary")
     if len(tokens) > session.context:
         raise ContextFull(
             "the exported conversation is longer than the context",
@@ -84,7 +88,9 @@ def import_session(session: SessionState, blob: bytes, identity: Identity) -> No
             needed=f"<= {session.context}",
             advice="Load with a larger context=.",
         )
-    same = header["layout"] == _layout(state) and arrays[RECURRENT].nbytes == state.recurrent.nbytes
+    recurrent = arrays[RECURRENT]
+    same = recurrent.dtype == np.uint8 and recurrent.shape == (state.recurrent.nbytes,)
+    same = same and header["layout"] == _layout(state)
     wanted = [b.name for b in _cells(state) if not b.name.startswith(DRAFT)]
     for name in wanted:
         same = same and _fits(state.buffers[name], arrays.get(name))
@@ -95,7 +101,7 @@ def import_session(session: SessionState, blob: bytes, identity: Identity) -> No
     try:
         for name in wanted:
             state.write_cells(name, arrays[name])
-        state.recurrent[:] = arrays[RECURRENT]
+        state.recurrent[:] = recurrent
         _restore_drafter(session, header["drafter"], arrays)
         session.hold(tokens)
     except BaseException:
@@ -111,12 +117,22 @@ def _restore_drafter(session: SessionState, drafter: dict[str, int] | None, arra
     names = [b.name for b in _cells(state) if b.name.startswith(DRAFT)]
     rows = len(arrays[TOKENS])
     same = drafter is not None and drafter["rows"] == rows
-    if not same or not all(_fits(state.buffers[name], arrays.get(name)) for name in names):
+    same = same and all(_fits(state.buffers[name], arrays.get(name)) for name in names)
+    if not same or not _fits_waiting(state, drafter["first"], rows, arrays.get(WAITING)):
         session.mtp.clear(rows)
         return
     for name in names:
         state.write_cells(name, arrays[name])
-    session.mtp.restore(state, DraftSlot(drafter["rows"], drafter["first"], arrays.get(WAITING)))
+    session.mtp.restore(state, DraftSlot(rows, drafter["first"], arrays.get(WAITING)))
+
+
+def _fits_waiting(state: State, first: int, rows: int, x: np.ndarray | None) -> bool:
+    """Whether the row that waits is one of the ring's, and the first cell that counts lies before it."""
+    if x is None:
+        return True  # nothing waits, and nothing of `first` is used
+    ring = state.buffers[RING]
+    same = x.dtype == np.dtype(ring.dtype) and x.shape == tuple(ring.shape[1:])
+    return same and isinstance(first, int) and 0 <= first < rows
 
 
 def _check_identity(header: dict[str, Any], identity: Identity) -> None:
@@ -130,7 +146,7 @@ def _check_identity(header: dict[str, Any], identity: Identity) -> None:
 def _read(blob: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Header and arrays (views) of an export."""
     need(isinstance(blob, bytes | bytearray | memoryview), "an exported session is bytes", found=type(blob).__name__)
-    view = memoryview(blob).cast("B")
+    view = memoryview(blob if memoryview(blob).c_contiguous else bytes(blob)).cast("B")
     start = len(MAGIC) + _HEAD.size
     known = len(view) > start + _CRC.size and bytes(view[: len(MAGIC)]) == MAGIC
     need(known, "these bytes are no exported session", found=f"{len(view)} bytes", needed="what Session.export returns")
@@ -138,17 +154,32 @@ def _read(blob: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     need(version == VERSION, "the exported session has another format", found=version, needed=VERSION,
          advice="Export it again with this version.")  # fmt: skip
     (crc,) = _CRC.unpack(view[-_CRC.size :])
-    whole = zlib.crc32(view[: -_CRC.size]) == crc
-    need(whole, "the exported session is damaged", found="another checksum", advice="Export it again.")
-    header = json.loads(bytes(view[start : start + n_header]))
-    arrays, at = {}, start + n_header
-    for name, kind, shape in header["arrays"]:
-        n_bytes = prod(shape) * np.dtype(kind).itemsize
-        if at + n_bytes > len(view) - _CRC.size:
-            raise BadArgument("the exported session is damaged", found="too few bytes", advice="Export it again.")
-        arrays[name] = np.frombuffer(view[at : at + n_bytes], kind).reshape(shape)
-        at += n_bytes
+    if zlib.crc32(view[: -_CRC.size]) != crc:
+        raise _damaged("another checksum")
+    try:  # a checksum is no proof of who wrote it
+        header = json.loads(bytes(view[start : start + n_header]))
+        arrays = _arrays(header["arrays"], view[start + n_header : -_CRC.size])
+        _ = header["model"] + header["kv"] + "", header["layout"], arrays[TOKENS], arrays[RECURRENT]
+        _ = header["drafter"] and (header["drafter"]["rows"], header["drafter"]["first"])
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise _damaged(f"a header with {type(error).__name__}: {error}") from error
     return header, arrays
+
+
+def _arrays(listed: list[list[Any]], data: memoryview) -> dict[str, np.ndarray]:
+    """Views of the arrays, by name. ValueError if they do not fit into the data."""
+    arrays, at = {}, 0
+    for name, kind, shape in listed:
+        n_bytes = prod(shape) * np.dtype(kind).itemsize
+        if min(shape, default=0) < 0 or at + n_bytes > len(data):
+            raise ValueError("too few bytes")
+        arrays[name] = np.frombuffer(data[at : at + n_bytes], kind).reshape(shape)
+        at += n_bytes
+    return arrays
+
+
+def _damaged(found: str) -> BadArgument:
+    return BadArgument("the exported session is damaged", found=found, advice="Export it again.")
 
 
 def _cells(state: State) -> list[Buffer]:

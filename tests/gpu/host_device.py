@@ -120,8 +120,15 @@ class HostDevice:
                 if queue:  # waiting for another stream may have emptied this one
                     queue.popleft()()
 
+    def _inside(self, address: int, n_bytes: int) -> bool:
+        """Whether bytes lie in one piece that `alloc` or `host` gave."""
+        starts = [a.ctypes.data for a in self._kept]
+        return any(at <= address and address + n_bytes <= at + a.size for at, a in zip(starts, self._kept, strict=True))
+
     def copy_in(self, address: int, source: int, n_bytes: int, stream: int = MAIN) -> None:
         if n_bytes:
+            assert self._inside(address, n_bytes), "a copy reaches over the end of its target"
+            assert self._inside(source, n_bytes) or self.is_registered(source, n_bytes), "a copy needs pinned memory"
             self._do(stream, lambda: ctypes.memmove(address, source, n_bytes))
 
     def record(self, stream: int = MAIN) -> HostEvent:

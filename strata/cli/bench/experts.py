@@ -43,12 +43,17 @@ def command(
     when they run alone, plus the joins. Branches are sums over layers.
     """
     from strata.experts_speed import measure
+    from strata.planner.machine import Machine
+    from strata.planner.memory import choose_device
+    from strata.planner.options import PlanOptions
     from strata.synth import SynthSpec
 
     wanted = _shares(shares)
     need(experts in ("pinned", "mapped"), "--experts is unknown", found=repr(experts), needed="pinned or mapped")
     spec = SynthSpec.of_types(types, layers=layers, experts=n_experts, vocabulary=vocabulary, seed=seed,
                               distinct_pieces=DISTINCT_PIECES)  # fmt: skip
+    # Before a model is made, which takes minutes.
+    choose_device(Machine.here(), PlanOptions(device=device or "cuda", experts=experts, pcie_share=0.5))
     with model_path(model, spec, None) as path, Bar("measuring", "settings") as bar:
         found = measure(path, rows=rows, windows=windows, shares=wanted, threads=threads, context=context,
                         experts=experts, device=device or "cuda", seed=seed, progress=bar.update)  # fmt: skip

@@ -19,6 +19,7 @@ from strata.cli import flags
 from strata.cli.output import Bar, working
 
 if TYPE_CHECKING:
+    from strata.gpu.device import Device
     from strata.gpu_speed import GpuSpeed, WindowSpeed
     from strata.synth import SynthSpec
 
@@ -53,6 +54,7 @@ def command(
     same run, which reads and writes. An op's time is measured in a graph of all its layers; where those fit into the
     L2 (marked *), a window takes longer. card: bytes over its bandwidth, plus nodes at this device's time of a node.
     """
+    from strata.gpu.device import required_device
     from strata.planner.cards import card_by_name
     from strata.synth import SynthSpec
 
@@ -66,9 +68,10 @@ def command(
     spec = SynthSpec.of_types(experts, layers=layers, experts=n_experts, vocabulary=vocabulary, seed=seed,
                               distinct_pieces=DISTINCT_PIECES)  # fmt: skip
     report: dict[str, Any] = {"command": " ".join(["strata", *sys.argv[1:]]), "card": asdict(other)}
+    device = required_device("a measurement of a GPU's speed")  # before a model is made, which takes minutes
     with model_path(model, spec, threads) as path:
         report |= {"model": str(path), "spec": None if model is not None else asdict(spec)}
-        report |= _measure(path, wanted, position, context, kv, routing, seed, other.bandwidth_gbps, json_)
+        report |= _measure(device, path, wanted, position, context, kv, routing, seed, other.bandwidth_gbps, json_)
     if json_:
         typer.echo(json.dumps(report, indent=2))
     else:
@@ -97,8 +100,8 @@ def model_path(model: Path | None, spec: SynthSpec, threads: int | None) -> Iter
 
 
 def _measure(
-    path: Path, rows: list[int], position: int, context: int, kv: str, routing: str, seed: int, card_gbps: float,
-    quiet: bool,
+    device: Device, path: Path, rows: list[int], position: int, context: int, kv: str, routing: str, seed: int,
+    card_gbps: float, quiet: bool,
 ) -> dict[str, Any]:  # fmt: skip
     from strata.gpu_speed import measure, open_backend
     from strata.replay import routing_facts, skewed_ids, uniform_ids
@@ -106,7 +109,7 @@ def _measure(
     began = time.perf_counter()
     with contextlib.ExitStack() as stack:
         with working("loading"):
-            backend = stack.enter_context(open_backend(path, context, kv))
+            backend = stack.enter_context(open_backend(path, context, kv, device))
         load_s, g = time.perf_counter() - began, backend.geometry
         make = skewed_ids if routing == "replay" else uniform_ids
         table = make(REPLAYED_TOKENS, g.L, g.E, g.K, seed)

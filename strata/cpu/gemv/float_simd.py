@@ -170,8 +170,8 @@ class _LongRows:
 
         Rows of one segment are read in order, which the processor follows best by itself, so only the other activation
         rows ask, each for its part; with one activation row there are hints. Between segments the reading jumps: all of
-        it is asked for. Then prefetches are dropped when they come too fast, and a processor that tries to follow gets
-        in their way: with one activation row segments of 16-bit values are single steps, too short for that.
+        it is asked for. Then prefetches are dropped when they come too fast, and a processor that tries to follow seems
+        to get in their way: with one activation row segments of 16-bit values are single steps, too short for that.
         """
         s, b = self.m.s, self.m.s.b
         lines = self.step_bytes // _LINE
