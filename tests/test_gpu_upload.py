@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from strata.base.errors import BadArgument, DoesNotFit
 from strata.gpu import upload
+from strata.gpu.device import take_rest
 from strata.gpu.relayout import relayout, relayout_bytes
 from strata.gpu.upload import UPLOAD_HOST_BYTES, UPLOAD_STAGING_BYTES, Uploader
 from strata.pack.formats import FORMATS, by_name
@@ -222,3 +223,10 @@ def test_refusals():
     with pytest.raises(BadArgument, match="ring"):
         Uploader(device, ring_bytes=1000)
     up.close()
+
+
+def test_rests_of_pages_are_given_once():
+    rests = [(1000, 512), (5000, 256), (9000, 0)]
+    assert take_rest(rests, 256) == 5000 and take_rest(rests, 768) == 0
+    assert take_rest(rests, 256) == 1000 and take_rest(rests, 256) == 1256
+    assert take_rest(rests, 256) == 0 and rests == [(9000, 0)]

@@ -18,6 +18,8 @@ from strata.gpu.compile import compile_source
 from strata.gpu.launch import Launch, Source
 
 ALIGN = 256
+PAGE_BYTES = 2 << 20
+"""What the driver rounds an allocation up to. A session has dozens of buffers, so the rests are used too."""
 DEFAULT_SHARED_BYTES = 48 << 10
 MAIN, COPY_STREAMS = 0, (1, 2)
 """Numbers of streams. Pieces of a long copy take turns on the copy streams, so kernels of one run beside the other."""
@@ -130,6 +132,18 @@ def cuda_problem(index: int, capability: tuple[int, int] | None) -> StrataError 
     return None
 
 
+def take_rest(rests: list[tuple[int, int]], n_bytes: int) -> int:
+    """The address of n_bytes in the smallest rest that has them, which shrinks; 0 if none has."""
+    fitting = [(size, i) for i, (_, size) in enumerate(rests) if size >= n_bytes]
+    if not fitting:
+        return 0
+    _, i = min(fitting)
+    address, size = rests.pop(i)
+    if size > n_bytes:
+        rests.append((address + n_bytes, size - n_bytes))
+    return address
+
+
 class CupyDevice:
     """One CUDA device through CuPy: its own memory, one non-blocking stream, kernels loaded once a source."""
 
@@ -157,6 +171,8 @@ class CupyDevice:
         self.can_read_host = self._has("HostRegisterSupported") and self._has("CanUseHostPointerForRegisteredMem")
         self.registers_read_only = self._has("HostRegisterReadOnlySupported")
         self._registered: dict[int, int] = {}
+        self._rests: list[tuple[int, int]] = []
+        """(address, bytes) left of pages."""
         self._functions: dict[tuple[Source, str], Any] = {}
         self._side_streams: list[Any] = []
         self._kept: list[Any] = []
@@ -172,18 +188,26 @@ class CupyDevice:
 
     def alloc(self, n_bytes: int) -> int:
         n_bytes = -(-max(n_bytes, 1) // ALIGN) * ALIGN
+        within = self.limit_bytes is None or n_bytes <= self.limit_bytes - self.taken_bytes
+        address = (within and take_rest(self._rests, n_bytes)) or self._new_pages(n_bytes)
+        self.clear(address, n_bytes)
+        self.taken_bytes += n_bytes
+        return address
+
+    def _new_pages(self, n_bytes: int) -> int:
+        """Memory of the driver, which gives whole pages; what is left of them is noted for later."""
         free = self._runtime.memGetInfo()[0]
         room = free if self.limit_bytes is None else min(free, self.limit_bytes - self.taken_bytes)
         if n_bytes > room:
             raise DoesNotFit("the device has too little memory left", found=f"{room} bytes", needed=f"{n_bytes} bytes")
+        whole = -(-n_bytes // PAGE_BYTES) * PAGE_BYTES
         try:
-            memory = self._cupy.cuda.Memory(n_bytes)
+            memory = self._cupy.cuda.Memory(whole)
         except (self._runtime.CUDARuntimeError, MemoryError) as error:
             found = f"{free} bytes, in pieces: {error}"
             raise DoesNotFit("the device refuses memory", found=found, needed=f"{n_bytes} bytes") from error
         self._kept.append(memory)
-        self.clear(int(memory.ptr), n_bytes)
-        self.taken_bytes += n_bytes
+        self._rests.append((int(memory.ptr) + n_bytes, whole - n_bytes))
         return int(memory.ptr)
 
     def host(self, n_bytes: int) -> np.ndarray:
@@ -342,6 +366,7 @@ class CupyDevice:
         for address in list(self._registered):
             self.unregister(address)
         self._functions.clear()
+        self._rests.clear()
         self._kept.clear()
         self.taken_bytes = 0
 

@@ -49,5 +49,6 @@ def qsa_select(
     grid = min(MOST_SCORE_BLOCKS, max(1, -(-most * 32 // (keys * SCORE_THREADS))))
     args = (pointer(iq), pointer(keys_slot), pointer(pos), pointer(scores), i32(T), i32(heads), i32(dim), i32(block),
             i32(budget), i32(most), pointer(error), where)  # fmt: skip
-    scored = launch(SOURCE, f"qsa_scores<{keys}, {pairs}>", grid, SCORE_THREADS, *args, shared_bytes=4 * T * heads * dim)
+    shared_bytes = 4 * T * heads * dim
+    scored = launch(SOURCE, f"qsa_scores<{keys}, {pairs}>", grid, SCORE_THREADS, *args, shared_bytes=shared_bytes)
     return [scored, *select(scores, pos, blocks, T, block, budget, most)]
