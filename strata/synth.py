@@ -25,6 +25,7 @@ from strata.cpu.cores import core_facts, usable_cores
 from strata.pack.formats import by_name
 from strata.pack.gguf_write import FileLayout, NewTensor, file_layout
 from strata.pack.random_blocks import random_rows
+from strata.planner.machine import Machine
 from strata.text_vocabulary import byte_vocabulary
 
 VOCABULARY = 248_320
@@ -288,6 +289,10 @@ def model_bytes(spec: SynthSpec) -> int:
     return sum(t.n_bytes for t in tensors_of(spec, geometry_of(spec)))
 
 
+MOST_OF_MEMORY = 0.9
+"""Of what is free, that a model may take."""
+
+
 @contextlib.contextmanager
 def memory_model(
     spec: SynthSpec, progress: Callable[[int, int], None] | None = None, threads: int | None = None
@@ -296,10 +301,15 @@ def memory_model(
 
     threads that make it; None: one for each core.
 
-    DoesNotFit if the system does not give that much memory.
+    DoesNotFit, before anything is made, if that much memory is not free: the system would end some process for it.
     """
     if not hasattr(os, "memfd_create"):
         raise BadArgument("models in memory need Linux", advice="Write the model to a folder.")
+    needed, free = model_bytes(spec), Machine.here().ram_available_bytes
+    if needed > MOST_OF_MEMORY * free:
+        raise DoesNotFit("the model does not fit into memory", found=f"{free / 1e9:.1f} GB free",
+                         needed=f"{needed / 1e9 / MOST_OF_MEMORY:.1f} GB",
+                         advice="Make fewer layers or experts, or write the model to a folder.")  # fmt: skip
     fd = os.memfd_create(spec.name)
     try:
         try:

@@ -182,7 +182,7 @@ def test_refusals(quick, tiny_path):
         assert done.exit_code == 2 and text in done.stderr, (words, done.output)
 
 
-@pytest.mark.parametrize("which", ["gpu", "experts"])
+@pytest.mark.parametrize("which", ["gpu", "experts", "draft --layers 2 --device cuda"])
 def test_without_a_gpu_no_model_is_made(monkeypatch, which):
     """A made model takes minutes and gigabytes."""
 
@@ -196,7 +196,7 @@ def test_without_a_gpu_no_model_is_made(monkeypatch, which):
     monkeypatch.setattr(device, "CupyDevice", none)
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls, *a, **k: replace(here(*a, **k), gpus=())))
     monkeypatch.setattr(synth, "memory_model", made)
-    done = CliRunner().invoke(app, ["bench", which])
+    done = CliRunner().invoke(app, ["bench", *which.split()])
     assert done.exit_code in (1, 2) and ("needs a GPU" in done.stderr or "is not there" in done.stderr), done.output
 
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import strata
+from strata import synth
 from strata.arch import architecture_of
-from strata.base.errors import BadArgument, FileError, ModelError
+from strata.base.errors import BadArgument, DoesNotFit, FileError, ModelError
 from strata.cli import app
 from strata.pack.formats import FORMATS, by_name
 from strata.pack.gguf_file import GgufFile
@@ -227,3 +228,11 @@ def test_command_refuses():
     done = CliRunner().invoke(app, ["bench", "synth", "--arch", "other"])
     assert (done.exit_code, done.stdout) == (2, "")
     assert "no such architecture" in done.stderr
+
+
+def test_a_model_larger_than_the_memory_is_not_begun(monkeypatch):
+    made = []
+    monkeypatch.setattr(synth, "_make", lambda *a: made.append(a))
+    with pytest.raises(DoesNotFit, match="GB free"), memory_model(SynthSpec(layers=1024)):
+        pass
+    assert not made

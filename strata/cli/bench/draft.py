@@ -60,6 +60,12 @@ def command(
         need(value >= least, f"{name} is too small", found=value, needed=f">= {least}")
     spec = None
     if layers:
+        from strata.planner.machine import Machine
+        from strata.planner.memory import choose_device
+        from strata.planner.options import PlanOptions
+
+        # Before a model is made, which takes minutes.
+        choose_device(Machine.here(), PlanOptions(device=device or "auto", vram_gib=vram_gib))
         spec = SynthSpec.of_types(experts, layers=layers, experts=n_experts, vocabulary=vocabulary, seed=seed,
                                   distinct_pieces=DISTINCT_PIECES)  # fmt: skip
     report: dict[str, Any] = {"command": " ".join(["strata", *sys.argv[1:]]), "tokens": tokens, "repeats": repeat}
