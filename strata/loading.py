@@ -165,7 +165,10 @@ def plan_load(gguf: GgufFile, g: Geometry, o: LoadOptions, source: Path | None) 
 
 
 def _plan_gpu(facts: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, gguf: GgufFile) -> Plan | None:
-    """The plan on a card. What device="auto" cannot have is said once and becomes None; otherwise it raises."""
+    """The plan on a card.
+
+    What device="auto" cannot have is said once and becomes None; otherwise, and with options of experts, it raises.
+    """
     try:
         problem = device_problem(gpu)
         if problem is not None:
@@ -176,7 +179,9 @@ def _plan_gpu(facts: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, ggu
         elif o.prefill == "auto":
             made = with_chunk(made, gguf, facts.geometry)
     except StrataError as error:
-        if o.device != "auto":
+        # What was asked for, and the CPU does not have, must not get lost on the way to it.
+        asked = o.slots or o.pcie_share or o.experts in ("pinned", "resident")
+        if o.device != "auto" or asked:
             raise
         _warn_once(f"{gpu.name} is here, but this load computes on the CPU: {error}")
         return None

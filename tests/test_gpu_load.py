@@ -352,6 +352,14 @@ def test_a_plain_machine_says_nothing(tiny_path, monkeypatch, caplog):
         strata.load(tiny_path, context=256, vram_gib=4, device="auto")
 
 
+@shimmed
+@pytest.mark.parametrize("asked", [{"slots": 8}, {"slots": "all"}, {"pcie_share": 0.5}, {"experts": "pinned"}])
+def test_what_needs_a_gpu_is_not_forgotten_on_the_way_to_the_cpu(tiny_path, monkeypatch, asked):
+    lend_gpu(monkeypatch)
+    with pytest.raises(DoesNotFit):
+        strata.load(tiny_path, context=256, device="auto", vram_gib=0.01, **asked)
+
+
 @pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "cuda:\u00b2", "CPU", 0, None])
 def test_unknown_devices_are_refused(tiny_path, device):
     for call in (strata.load, strata.plan):
