@@ -94,7 +94,8 @@ def load(
                  the latter alone; a path to a draft layer; or an object with propose(tokens, k)
     checkpoints  automatic prefix checkpoints a session keeps
     device       "auto": the first GPU if it can be used and holds the model, else the CPU (a GPU that is there and not
-                 used is mentioned once); "cpu"; "cuda" or "cuda:N": that GPU, or an error that says what is lacking
+                 used is mentioned once, or is an error if slots, pcie_share or experts ask for it); "cpu"; "cuda" or
+                 "cuda:N": that GPU, or an error that says what is lacking
     vram_gib     most that is taken of the GPU's memory, the driver's share included; None: what is free
     slots        routed experts that the GPU holds; None: all if they fit, else as many as fit; "all": every one, or
                  DoesNotFit; 0: none. The CPU computes the others
