@@ -199,6 +199,9 @@ def _plan_every_expert(facts: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOpt
     made = plan(facts, machine, all_experts(o, facts.geometry))
     if asked:
         need_all_experts(made, gpu)
+        if o.slots > facts.n_pairs:
+            note = f"{o.slots:,} slots asked for, the model has {facts.n_pairs:,} experts: more would stay empty"
+            made = replace(made, notes=(*made.notes, note))
     least = min(facts.geometry.trained_context, MODEST_CONTEXT) if o.context is None else 0
     return made if asked or (made.fits and made.context >= least) else None
 

@@ -202,4 +202,4 @@ def test_without_a_gpu_no_model_is_made(monkeypatch, which):
 
 def test_shared_experts_are_not_measured_on_the_cpu():
     done = CliRunner().invoke(app, ["bench", "experts", "--device", "cpu", "--experts", "mapped"])
-    assert done.exit_code == 2 and "need a GPU" in done.stderr
+    assert done.exit_code == 2 and "needs a GPU" in done.stderr

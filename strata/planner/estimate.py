@@ -211,7 +211,7 @@ def estimate_gpu(
     cpu_ms = product_ms(expert_parts(m), costs, threads, machine.ram_gbps) + costs.expert_ms(g, threads)
     cpu_gbps = routed / cpu_ms / 1e6
     share = pcie_split(cpu_gbps, gpu.link_gbps, machine.ram_gbps) if given_share is None else given_share
-    share = share if link_usable else 0.0
+    share = share if link_usable and ram_bytes > 0 else 0.0
     scale = min(1.0, machine.ram_gbps / (cpu_gbps + gpu.link_gbps)) if share else 1.0
     serial = {
         "dense weights from VRAM": (dense + state) / gpu.vram_gbps / 1e6,

@@ -55,18 +55,20 @@ def choose_device(machine: Machine, o: PlanOptions) -> Gpu | None:
     if index >= len(machine.gpus):
         raise BadArgument(
             f"device {o.device!r} is not there",
-            found=f"{len(machine.gpus)} GPUs",
-            needed="auto or cpu",
-            advice=machine.gpu_problem,
+            found=f"GPUs: {len(machine.gpus)}",
+            needed=" or ".join(["auto", "cpu", *(f"cuda:{gpu.index}" for gpu in machine.gpus)]),
+            advice=None if machine.gpus else machine.gpu_problem,
         )
     return machine.gpus[index]
 
 
 def _check_cpu(machine: Machine, o: PlanOptions) -> None:
     """Refuse options that mean nothing without a GPU."""
-    found = f"{len(machine.gpus)} GPUs, device={o.device!r}"
-    if o.slots or o.vram_gib is not None or o.pcie_share:
-        raise BadArgument("slots, pcie_share and vram_gib need a GPU", found=found)
+    found = f"GPUs: {len(machine.gpus)}, device={o.device!r}"
+    given = {"slots": o.slots, "pcie_share": o.pcie_share, "vram_gib": None if o.vram_gib is None else str(o.vram_gib)}
+    asked = [f"{name}={value}" for name, value in given.items() if value]
+    if asked:
+        raise BadArgument(f"{', '.join(asked)}: this needs a GPU", found=found)
     if o.experts not in ("auto", "mapped"):
         raise BadArgument(
             f"experts={o.experts!r} needs a GPU",
