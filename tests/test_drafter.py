@@ -34,7 +34,7 @@ class Answers:
         (([1, 2], [0.5, 1]), (1, 2), (0.5, 1.0)), ((np.array([4]), np.array([0.25])), (4,), (0.25,)),
         (([7], None), (7,), None), (iter([5, 6]), (5, 6), None), (([], []), (), ()),
     ],
-    ids=str,
+    ids=lambda value: "iterator" if hasattr(value, "__next__") else str(value),
 )  # fmt: skip
 def test_what_is_taken(answer, tokens, probabilities, caplog):
     guard = DrafterGuard(Answers(answer), VOCAB)
