@@ -213,7 +213,7 @@ def test_readme_commands_are_marked_once_and_used_by_ci():
     text = README.read_text(encoding="utf-8")
     commands = {
         "run-command": '.venv/bin/strata run --max-tokens 64 "def fibonacci(n):"',
-        "test-command": ".venv/bin/python -m pytest -q",
+        "test-command": ".venv/bin/python -m pytest -q -n 2 --dist loadfile",
     }
     for name, last in commands.items():
         blocks = re.findall(rf"<!-- {name} -->\n```\n(.*)\n```\n<!-- end -->", text)
