@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strata.base.program import NOT_FINITE
+from strata.base.rotary import rotary_table
 from strata.cpu.qsa_append import qsa_append, qsa_index
-from strata.cpu.rotary import rotary_table
 from tests.canonical import kv_cells
 from tests.canonical.call import ERROR, LAYER, Call, Slot, assert_accurate, assert_same, guarded, plain, room, spiked
 from tests.canonical.qsa_append import pooled_keys

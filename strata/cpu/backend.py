@@ -20,13 +20,13 @@ from strata.base.program import (
     ProgramSet,
 )
 from strata.base.progress import COMPILING, Countable
+from strata.base.rotary import rotary_table
 from strata.base.state import State
 from strata.base.window import HeadRequest, HeadRows
 from strata.cpu.draft import CpuDraft
 from strata.cpu.head_rows import summarise
 from strata.cpu.lower import Lowering, Memory
 from strata.cpu.pool import Pool
-from strata.cpu.rotary import rotary_table
 from strata.cpu.weights import Weights
 from strata.pack.experts import ExpertLayout
 from strata.pack.ngram import NgramTable

@@ -1,17 +1,8 @@
-"""Rotary positions from one host-made table: row p holds cos of all pairs, then sin; pairs are (i, i + n/2)."""
+"""Rotary positions from the table of base/rotary.py: row p holds cos of all pairs, then sin; pairs are (i, i + n/2)."""
 
 from __future__ import annotations
 
-import numpy as np
 from numba import njit
-
-
-def rotary_table(context: int, rotary_dims: int, base: float) -> np.ndarray:
-    """(context, rotary_dims) float32: cos | sin of p * base^(-2 i / rotary_dims), computed in float64."""
-    half = rotary_dims // 2
-    frequency = float(base) ** (-2.0 * np.arange(half) / rotary_dims)
-    angle = np.arange(context)[:, None] * frequency
-    return np.concatenate([np.cos(angle), np.sin(angle)], axis=1).astype(np.float32)
 
 
 @njit(error_model="numpy")

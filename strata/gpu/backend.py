@@ -25,6 +25,7 @@ from strata.base.program import (
     Program,
     ProgramSet,
 )
+from strata.base.rotary import rotary_table
 from strata.base.window import HeadRequest, HeadRows
 from strata.gpu.chunk_plan import arena_of, stream_of
 from strata.gpu.device import Device
@@ -42,7 +43,6 @@ from strata.gpu.ops import LOWERING
 from strata.gpu.prefill import Chunks
 from strata.gpu.prefill_draft import DraftChunks
 from strata.gpu.prefill_windows import read_by_windows
-from strata.gpu.rope import rotary_table
 from strata.gpu.slots import ExpertSlots
 from strata.gpu.split_experts import Split
 from strata.gpu.state import DeviceState

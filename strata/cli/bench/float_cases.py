@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from strata.base.compiled import CFunction
+from strata.base.rotary import rotary_table
 from strata.cpu.gated_delta import conv_chunks, gdn_commit, gdn_conv, gdn_heads, head_chunks
 from strata.cpu.hyper_connection import hc_add, hc_mix, hc_norm, mix_pieces
 from strata.cpu.lower import aligned_bytes, parallel
@@ -20,7 +21,6 @@ from strata.cpu.ngram_mix import ngram_mix
 from strata.cpu.qsa_append import qsa_append, qsa_index
 from strata.cpu.qsa_attend import attend_splits, qsa_attend
 from strata.cpu.qsa_select import qsa_select
-from strata.cpu.rotary import rotary_table
 from strata.cpu.router import router
 from strata.cpu.walker import WalkList, float_argument
 

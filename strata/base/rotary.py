@@ -1,4 +1,4 @@
-"""The table of rotary angles, made on the host in float64 and rounded once."""
+"""The table of rotary angles, made on the host in float64 and rounded once: one for all backends."""
 
 from __future__ import annotations
 
