@@ -7,8 +7,8 @@ import pytest
 
 from strata.base.compiled import step
 from strata.base.rotary import rotary_table
-from strata.cpu.rotary import rotate
 from strata.cpu.machine_code import f32_view, i64_view
+from strata.cpu.rotary import rotate
 from tests.canonical import rotary as reference
 from tests.canonical.call import Call, assert_accurate, assert_same, guarded, plain, spiked
 
