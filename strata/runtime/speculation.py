@@ -122,11 +122,14 @@ class Proposed:
 
 NOTHING = Proposed(asked=False)
 
-ASKING_SHARE = 0.006
+ASKING_SHARE = 0.004
 """Part of the time that asking lookup and policy may take in stretches where they draft nothing."""
 
 LONGEST_REST = 64
 """Rounds."""
+
+FRUITLESS = 3
+"""Rounds in a row whose drafts were not worth verifying: from then on they count as rounds without drafts."""
 
 CHEAP_DRAFT_MS = 0.15
 """A draft of less is made at once with those that will probably follow it: asking the policy between two drafts, and
@@ -154,6 +157,7 @@ class Speculator:
 
     def _wake_up(self) -> None:
         self._last_rest = self._rest = 0  # rounds skipped last time, and still to skip
+        self._fruitless = 0  # rounds in a row whose drafts were made in vain
         self._skipped: list[int] = []  # tokens of rounds skipped
         self._skipped_ms = 0.0
 
@@ -240,7 +244,8 @@ class Speculator:
         for counted in (tally, self.total):
             counted.window(proposed.sources, len(committed), proposed.draft_ms)
         began = time.perf_counter()
-        idle = not proposed.tokens and proposed.draft_ms == 0.0
+        self._fruitless = 0 if proposed.tokens else self._fruitless + (proposed.draft_ms > 0.0)
+        idle = not proposed.tokens and (proposed.draft_ms == 0.0 or self._fruitless >= FRUITLESS)
         self.lookup.extend(committed)
         judging_ms = (time.perf_counter() - began) * 1e3
         self.policy.observe(

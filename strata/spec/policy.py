@@ -41,6 +41,10 @@ CHEAP_SHARE = 0.001
 """Part of the time that probes of a drafter may always lose, however often they failed."""
 FIRST_PAUSE, LONGEST_PAUSE, LONGEST_PAUSE_ONE_ROW = 16, 1024, 256
 """Rounds between probes of one kind."""
+FAILED_PROBE = 2.0
+"""Factor of the pause after a probe of the drafter in vain."""
+SAVED_ROUNDS = 8.0
+"""Rounds of one row that the probes' budget may grow to."""
 STEP_ROWS = 2
 """A window is at most this much wider than the widest one measured."""
 
@@ -316,7 +320,7 @@ class DraftPolicy:
         self.total_ms += spent
         one_row = self._costs.table[1]
         earned = PROBE_SHARE * spent if self._round > 1 else one_row  # the first probe need not wait
-        self._budget_ms = min(self._budget_ms + earned, 16.0 * one_row)
+        self._budget_ms = min(self._budget_ms + earned, SAVED_ROUNDS * one_row)
         came_out = self._judge(outcome)
         if not self._probe_rows:
             self._pause[T] = FIRST_PAUSE
@@ -327,7 +331,7 @@ class DraftPolicy:
         longest = LONGEST_PAUSE_ONE_ROW if self._probe_rows == 1 else LONGEST_PAUSE
         self._pause[self._probe_rows] = min(longest, 2 * self._pause[self._probe_rows])
         if self._probe_kind == "probe of the drafter":
-            self._drafter_pause = 2.0 if came_out else min(LONGEST_PAUSE, 1.5 * self._drafter_pause)
+            self._drafter_pause = 2.0 if came_out else min(LONGEST_PAUSE, FAILED_PROBE * self._drafter_pause)
 
     def rested(self, rounds: int, ms: float) -> None:
         """Learn from rounds of one row that were not asked about: one token each, `ms` milliseconds in all."""
@@ -339,7 +343,7 @@ class DraftPolicy:
         self._recent_tokens = kept * self._recent_tokens + new
         self._recent_ms = kept * self._recent_ms + new * min(ms / rounds, 1.5 * self._costs.table[1])
         self.total_ms += ms
-        self._budget_ms = min(self._budget_ms + PROBE_SHARE * ms, 16.0 * self._costs.table[1])
+        self._budget_ms = min(self._budget_ms + PROBE_SHARE * ms, SAVED_ROUNDS * self._costs.table[1])
 
     def _judge(self, outcome: Outcome) -> bool:
         """Learn from every draft; says whether a draft of the drafter came out."""
