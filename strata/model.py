@@ -81,7 +81,8 @@ def load(
     progress: Callable[[LoadProgress], None] | None = None,
     **unknown: Any,
 ) -> Model:
-    """Load a model from a GGUF file (any one shard of it), after planning what it takes (`strata.plan`).
+    """Load a model from a GGUF file (any one shard, or the folder that holds only it), after planning what it takes
+    (`strata.plan`).
 
     context      cells for prompt and answer together (8 are kept free); None: the trained context, or what fits
     sessions     conversations that can be held at once, each with its own memory
@@ -118,7 +119,7 @@ def load(
     """
     refuse_unknown(unknown, [*(f.name for f in fields(LoadOptions)), "progress"], "load")
     need(isinstance(path, str | Path), "path is no path", found=repr(path), needed="str or Path")
-    need(str(path) != "", "path is empty", found="''", needed="a GGUF file")
+    need(str(path) != "", "path is empty", found="''", needed="a GGUF file or its folder")
     need(progress is None or callable(progress), "progress is no function", found=repr(progress))
     options = LoadOptions(context, sessions, threads, pin, kv, prefill, draft, checkpoints, device, vram_gib, ngram,
                           slots, experts, pcie_share, profile)  # fmt: skip

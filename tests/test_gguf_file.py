@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import time
 from pathlib import Path
@@ -210,8 +211,9 @@ def test_refuses_a_wrong_preamble(tmp_path):
         GgufFile(path)
     with pytest.raises(FileError, match="no such file"):
         GgufFile(tmp_path / "absent.gguf")
+    os.mkfifo(tmp_path / "pipe.gguf")
     with pytest.raises(FileError, match="cannot open"):
-        GgufFile(tmp_path)
+        GgufFile(tmp_path / "pipe.gguf")
 
 
 def test_refuses_bad_counts_types_and_names(tmp_path):

@@ -38,6 +38,18 @@ def test_shards_are_found_from_any_one(tmp_path):
             assert (file.info("a").shard, file.info("c").shard) == (1, 2) and file.architecture == "toy"
 
 
+def test_a_folder_stands_for_its_one_model(tmp_path):
+    paths = three_shards(tmp_path)
+    with GgufFile(tmp_path) as file:
+        assert file.path == paths[0] and len(file.shards) == 3
+    shard(0, 1, 0, []).write(tmp_path / "other.gguf")
+    with pytest.raises(FileError, match=r"does not hold one model; found m-00001-of-00003.gguf, other.gguf"):
+        GgufFile(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileError, match="does not hold one model; found none"):
+        GgufFile(tmp_path / "empty")
+
+
 def test_missing_shards(tmp_path):
     first, second, third = three_shards(tmp_path)
     third.unlink()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import strata
 from strata.base.errors import BadArgument, FileError
+from strata.pack.gguf_file import model_file
 
 VARIABLE = "STRATA_MODEL"
 BUNDLED = Path("examples", "models", "tiny-flash-next")
@@ -39,18 +40,6 @@ def checkout() -> Path | None:
 
 
 def _file_of(path: Path, source: str) -> Path:
-    if not path.is_dir():
-        if path.exists():
-            return path
+    if not path.exists():
         raise FileError(f"{source} names no file", found=f"'{path}'", needed="a GGUF file or its folder")
-    later = {p for p in path.glob("*-of-*.gguf") if not p.stem.rsplit("-of-", 1)[0].endswith("-00001")}
-    models = sorted(set(path.glob("*.gguf")) - later)
-    if len(models) != 1:
-        found = ", ".join(p.name for p in models[:6]) or "none"
-        raise FileError(
-            f"'{path}', the folder that {source} names, does not hold one model",
-            found=found,
-            needed="one",
-            advice="Name a file.",
-        )
-    return models[0]
+    return model_file(path, source)

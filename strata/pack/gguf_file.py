@@ -13,7 +13,7 @@ from strata.base.errors import Closed, FileError, ModelError, need
 from strata.pack.gguf_header import Header, TensorInfo, read_header
 from strata.pack.gguf_metadata import Metadata
 
-__all__ = ["GgufFile", "Metadata", "Shard", "TensorInfo", "shard_paths"]
+__all__ = ["GgufFile", "Metadata", "Shard", "TensorInfo", "model_file", "shard_paths"]
 
 _SHARD_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 
@@ -45,9 +45,29 @@ class Shard:
     needed_bytes: int = 0
 
 
+def model_file(path: str | Path, named: str = "path") -> Path:
+    """The GGUF file that `path` stands for: itself, or the one model (its first shard) of a folder.
+
+    named: what the user gave it as. FileError for a folder with no model or several; other paths are not looked at.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        return path
+    later = {p for p in path.glob("*-of-*.gguf") if not p.stem.rsplit("-of-", 1)[0].endswith("-00001")}
+    models = sorted(set(path.glob("*.gguf")) - later)
+    if len(models) != 1:
+        raise FileError(
+            f"'{path}', the folder that {named} names, does not hold one model",
+            found=", ".join(p.name for p in models[:6]) or "none",
+            needed="one",
+            advice="Name a file.",
+        )
+    return models[0]
+
+
 def shard_paths(path: str | Path) -> list[Path]:
     """All files of the model that `path` is a part of, by the -0000i-of-0000n rule; a name without it stands alone."""
-    path = Path(path)
+    path = model_file(path)
     match = _SHARD_NAME.fullmatch(path.name)
     if not match:
         return [path]
@@ -73,7 +93,7 @@ class GgufFile:
     """
 
     def __init__(self, path: str | Path, headers_only: bool = False):
-        self.path = Path(path)
+        self.path = model_file(path)
         self.headers_only = headers_only
         self.missing_bytes = 0
         self.missing_shards: list[Path] = []

@@ -35,8 +35,8 @@ EMPTY = NO_PROBABILITY + 1
 """Bucket of a call that brought no draft."""
 
 MIX_KEPT = 0.85
-"""Weight of the mix of buckets that a further draft leaves: what comes next looks like the last few drafts. With 0.98 a change from
-code to text that nobody can foretell was paid for with twice as many drafts in vain."""
+"""Weight of the mix of buckets that a further draft leaves: what comes next looks like the last few drafts. With 0.98
+twice as many drafts were made in vain where code turned into text that nobody can foretell."""
 
 TRUST = 0.9
 """Acceptance expected per unit of a drafter's own probability, before anything is known."""
