@@ -48,3 +48,13 @@ def test_bits_of_any_shape(name, tier, K, n_rows, gap, seed):
     wide = random_rows(format, n_rows, K + gap, seed=seed)
     x = rng.standard_normal((4, K)).astype(np.float32)
     compare_with_portable(format, tier, wide[:, : format.row_bytes(K)], x, R=(1, int(rng.integers(2, 5))))
+
+
+@tiers
+@pytest.mark.parametrize("name", FORMATS)
+def test_bits_of_long_rows_in_pairs_and_alone(name, tier):
+    format = by_name(name)
+    for K in (float_simd.LONG_FROM - 1, float_simd.LONG_FROM, float_simd.LONG_FROM + 301):
+        raw, x = random_rows(format, 7, K, seed=K), random_activations(1, K, seed=K + 1)
+        for n in (1, 2, 7):
+            compare_with_portable(format, tier, raw[:n], x, R=(1,))

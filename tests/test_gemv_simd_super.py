@@ -156,8 +156,10 @@ def _expected(arrangement, x):
     elif arrangement is records256.K2:
         put(256, wide.reshape(R, n, 16, 16).sum(-1).astype(np.int16))
         put(320, pairs)
+        put(448, -124 * fours.sum(2, dtype=np.int32))
     elif arrangement is records256.K6:
         put(256, pairs)
+        put(448, -32 * pairs)
     elif arrangement is records256.XS:
         put(256, -128 * fours.reshape(R, n, 2, 2, 16).sum(3, dtype=np.int32))
     else:

@@ -7,14 +7,15 @@ from hypothesis import strategies as st
 
 from strata.base.errors import SelfTestFailed
 from strata.cpu import self_test
-from strata.cpu.gemv import float_wide, q8_wide, table
-from strata.pack.formats import BlockFormat, by_name
+from strata.cpu.gemv import float_wide, q8_wide, table, wide_kernels
+from strata.pack.formats import FORMATS, BlockFormat, by_name
 from tests.block_data import MODES, bits, random_activations, random_rows
 from tests.simd_cases import SIMD_TIERS, product, records_of
 
 CASES = [(name, tier) for tier in SIMD_TIERS for name in float_wide.FORMATS]
-CASES += [("Q8_0", tier) for tier in SIMD_TIERS if tier == q8_wide.TIER]
+CASES += [(name, tier) for tier in SIMD_TIERS if tier == q8_wide.TIER for name in ("Q8_0", *wide_kernels.WIDES)]
 ROWS = (5, 16, 33)
+QUANTISED = ("Q8_0", *wide_kernels.WIDES)
 
 pytestmark = pytest.mark.skipif(not SIMD_TIERS, reason="this machine has no AVX2")
 cases = pytest.mark.parametrize(("name", "tier"), CASES)
@@ -41,21 +42,22 @@ def compare(format: BlockFormat, tier: int, raw: np.ndarray, x: np.ndarray) -> N
 @cases
 @pytest.mark.parametrize("mode", MODES)
 def test_bits(name, tier, mode):
+    """Whole tiles and parts of one; steps of records that end early; groups of activation rows, and what is left."""
     format = by_name(name)
-    for K in (32, 64, 320, 2560):
+    for K in (32, 64, 320, 2560) if format.activation == "float" else (format.block_values, 5 * format.block_values):
         raw = random_rows(format, 37, K, mode, seed=K)
-        for T in ROWS:
+        for T in ROWS if format.activation == "float" else (1, 3, 5, 8):
             compare(format, tier, raw, random_activations(T, K, mode, seed=K + T))
 
 
 @cases
 def test_bits_of_a_chunk(name, tier):
     format = by_name(name)
-    for K, n in ((32, 64), (320, 20), (2560, 3)):
+    for K, n in ((32, 64), (320, 20), (2560, 3)) if format.block_values <= 32 else ((256, 20), (2560, 3)):
         compare(format, tier, random_rows(format, n, K, seed=K), random_activations(256, K, seed=K))
 
 
-@pytest.mark.parametrize(("name", "tier"), [c for c in CASES if c[0] != "Q8_0"])
+@pytest.mark.parametrize(("name", "tier"), [c for c in CASES if c[0] in float_wide.FORMATS])
 @settings(max_examples=25, deadline=None)
 @given(
     K=st.integers(float_wide.LEAST_VALUES, 1400),
@@ -72,20 +74,40 @@ def test_bits_of_any_shape(name, tier, K, n_rows, T, gap, seed):
 
 
 @pytest.mark.skipif(q8_wide.TIER not in SIMD_TIERS, reason="this machine has no AVX-512")
-@settings(max_examples=25, deadline=None)
-@given(st.integers(1, 80), st.integers(1, 40), st.integers(1, 20), st.integers(0, 2**31))
-def test_bits_of_any_number_of_blocks(n_blocks, n_rows, T, seed):
-    format, K = by_name("Q8_0"), q8_wide.BLOCK * n_blocks
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(QUANTISED), st.integers(1, 20), st.integers(1, 40), st.integers(1, 20), st.integers(0, 2**31))
+def test_bits_of_any_number_of_blocks(name, n_blocks, n_rows, T, seed):
+    format = by_name(name)
+    K = format.block_values * n_blocks
     compare(format, q8_wide.TIER, random_rows(format, n_rows, K, seed=seed), random_activations(T, K, seed=seed))
+
+
+@pytest.mark.skipif(q8_wide.TIER not in SIMD_TIERS, reason="this machine has no AVX-512")
+@pytest.mark.parametrize("name", wide_kernels.WIDES)
+def test_longest_rows(name):
+    """The tile is as large as it gets; rows may lie apart."""
+    format, K = by_name(name), wide_kernels.MOST_VALUES
+    apart = np.zeros((18, format.row_bytes(K) + 3), np.uint8)
+    apart[:, :-3] = random_rows(format, 18, K, seed=1)
+    compare(format, q8_wide.TIER, apart[:, :-3], random_activations(6, K, seed=2))
+
+
+@pytest.mark.skipif(q8_wide.TIER not in SIMD_TIERS, reason="this machine has no AVX-512")
+def test_every_quantised_format_has_a_kernel():
+    quantised = {f.name for f in FORMATS.values() if f.activation in ("q8x32", "q8x256")}
+    assert quantised == set(QUANTISED)
 
 
 def test_what_a_table_offers():
     tier = SIMD_TIERS[-1]
     for name in float_wide.FORMATS:
         entries = table.kernel_table(by_name(name), tier)
-        assert entries.shape == (7,) and entries[:5].all() and entries[5] == float_wide.LEAST_VALUES
+        assert entries.shape == (8,) and entries[:5].all() and entries[5] == float_wide.LEAST_VALUES
+        assert entries[7] == table.MANY_ROWS
         assert table.kernel_table(by_name(name), table.PORTABLE)[4] == 0
-    assert table.kernel_table(by_name("Q4_K"), tier)[4] == 0
+    wide = table.kernel_table(by_name("Q4_K"), tier)
+    assert (wide[4] != 0) == (tier == wide_kernels.TIER)
+    assert list(wide[5:]) == ([256, wide_kernels.MOST_VALUES, 5] if tier == wide_kernels.TIER else [0, 0, 0])
 
 
 @pytest.mark.parametrize("tier", SIMD_TIERS)

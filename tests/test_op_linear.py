@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from strata.base.arithmetic import dot_float
 from strata.cpu.gemv.table import kernel_table
-from strata.cpu.linear import CHUNK_BYTES, SMALL_BYTES, linear_chunk, split_rows, split_tiles, tile_chunk
+from strata.cpu.linear import (
+    CHUNK_BYTES,
+    PAIRED_BYTES,
+    SMALL_BYTES,
+    linear_chunk,
+    split_rows,
+    split_tiles,
+    tile_chunk,
+)
 from strata.pack.formats import by_name
 from tests.canonical.call import Call, assert_same, plain, room
 
@@ -41,13 +49,19 @@ def test_chunks_are_of_about_equal_bytes(shapes, threads):
     piece_bytes = (pieces[:, 2] - pieces[:, 1]) * np.array(row_bytes)[pieces[:, 0]]
     chunk_bytes = [piece_bytes[a:b].sum() for a, b in pairwise(starts)]
     assert n_chunks <= max(2 * threads, -(-total // CHUNK_BYTES))
-    assert max(chunk_bytes) <= CHUNK_BYTES + 2 * widest
+    unit = 2 if widest > PAIRED_BYTES else 1  # rows that stay together
+    assert max(chunk_bytes) <= CHUNK_BYTES + (1 + unit) * widest
 
 
-@given(SHAPES, st.integers(9, 300), st.integers(1, 64))
-def test_every_product_is_in_exactly_one_tile(shapes, T, threads):
+def test_long_rows_are_handed_out_in_pairs():
+    starts, pieces = split_rows([324, 7], [20480, 40960], 2)
+    assert ((pieces[:, 2] - pieces[:, 1]) % 2 == 0)[:-1].all() and len(starts) > 80
+
+
+@given(SHAPES, st.integers(9, 300), st.integers(1, 64), st.sampled_from((0, 64, 4096, 1 << 20)))
+def test_every_product_is_in_exactly_one_tile(shapes, T, threads, record_bytes):
     rows, row_bytes = [r for r, _ in shapes], [b for _, b in shapes]
-    tiles = split_tiles(rows, row_bytes, T, threads)
+    tiles = split_tiles(rows, row_bytes, T, threads, [record_bytes * (i % 2) for i in range(len(rows))])
     assert tiles.dtype == np.int64 and tiles.shape[1] == 5
     assert (tiles[:, 2] > tiles[:, 1]).all() and (tiles[:, 4] > tiles[:, 3]).all()
     for index, count in enumerate(rows):

@@ -25,8 +25,15 @@ CHUNK_BYTES = 64 << 10
 SMALL_BYTES = 12 << 10
 """Below this an op is one chunk: handing out work costs about as much as doing it."""
 
-TILE_BYTES = 256 << 10
-"""Weights of a tile: they stay in the second cache while the tile's activation rows pass."""
+PAIRED_BYTES = 8 << 10
+"""Rows of more bytes are handed out in pairs where there are two: kernels of long float rows want that."""
+
+TILE_BYTES, LONG_ROWS = 256 << 10, 160
+"""Weights of a tile: they stay in the second cache while the tile's activation rows pass. Of rows of more than
+PAIRED_BYTES so many at least: their activations are as long, and the passing of these takes more time then."""
+
+SPAN_BYTES = 768 << 10
+"""Activation records of a tile: kernels that unpack weights read all of them for every 16 matrix rows."""
 
 TILE_UNIT = 16
 """Rows of a tile are a multiple of this: kernels for many rows take so many at a time."""
@@ -58,11 +65,10 @@ def multiply(w, stride, n_rows, act, act_bytes, T, K, out, out_stride, kernels):
     act_bytes and out_stride are bytes from one activation row to the next; kernels is the address of a `kernel_table`.
     Many rows are taken at once where there is such a kernel, else four a pass; the bits are the same.
     """
-    if T >= MANY_ROWS:
-        wide = ld64(kernels + 32)
-        if wide != 0 and ld64(kernels + 40) <= K <= ld64(kernels + 48):
-            call8(wide, w, stride, n_rows, act, K, T, out, out_stride)
-            return
+    wide = ld64(kernels + 32)
+    if wide != 0 and T >= ld64(kernels + 56) and ld64(kernels + 40) <= K <= ld64(kernels + 48):
+        call8(wide, w, stride, n_rows, act, K, T, out, out_stride)
+        return
     row = 0
     while row < T:
         R = min(4, T - row)
@@ -110,10 +116,10 @@ def split_rows(rows: list[int], row_bytes: list[int], threads: int) -> tuple[np.
     target = total / n_chunks
     starts, pieces, filled = [0], [], 0.0
     for index, (count, width) in enumerate(zip(rows, row_bytes, strict=True)):
-        row = 0
+        row, unit = 0, 2 if width > PAIRED_BYTES else 1
         while row < count:
             room = target * len(starts) - filled
-            take = min(count - row, max(1, round(room / width)))
+            take = min(count - row, unit * max(1, round(room / width / unit)))
             pieces.append((index, row, row + take))
             row, filled = row + take, filled + take * width
             if filled >= target * len(starts) - width / 2 and len(starts) < n_chunks:
@@ -122,42 +128,52 @@ def split_rows(rows: list[int], row_bytes: list[int], threads: int) -> tuple[np.
     return np.array(starts, np.int64), np.array(pieces, np.int64).reshape(-1, 3)
 
 
-def split_tiles(rows: list[int], row_bytes: list[int], T: int, threads: int) -> np.ndarray:
+def split_tiles(
+    rows: list[int], row_bytes: list[int], T: int, threads: int, record_bytes: list[int] | None = None
+) -> np.ndarray:
     """Cut the products of T activation rows with several matrices into tiles.
+
+    record_bytes: of an activation row, for each matrix; 0 where the kernel reads the tile's activations only once.
 
     Returns (n, 5) int64: matrix, first row, last row, first activation row, last one (both exclusive). Every product is
     in exactly one tile. A tile's weights stay in the cache for all its activation rows and come from memory once, so
-    activation rows are cut only where there are too few tiles otherwise.
+    activation rows are cut only where there are too few tiles otherwise, or the activations need more than a cache.
     """
+    record_bytes = record_bytes or [0] * len(rows)
     total, wanted = sum(r * b for r, b in zip(rows, row_bytes, strict=True)), TILES_PER_THREAD * threads
     cuts = []
     for index, (count, width) in enumerate(zip(rows, row_bytes, strict=True)):
         n_bytes = count * width
-        n = -(-n_bytes // TILE_BYTES)
+        n = -(-n_bytes // max(TILE_BYTES, LONG_ROWS * width if width > PAIRED_BYTES else 0))
         if threads > 1:
             n = max(n, min(-(-n_bytes * wanted // total), n_bytes // LEAST_TILE_BYTES))
         step = max(1, round(count / n / TILE_UNIT)) * TILE_UNIT
         cuts += [(index, first, min(first + step, count)) for first in range(0, count, step)]
     parts = 1 if threads == 1 else max(1, min(-(-wanted // len(cuts)), T // LEAST_TILE_ROWS))
-    step = -(-T // parts // TILE_UNIT) * TILE_UNIT
-    spans = [(first, min(first + step, T)) for first in range(0, T, step)]
-    return np.array([(*cut, *span) for cut in cuts for span in spans], np.int64)
+    tiles = []
+    for cut in cuts:
+        n = max(parts, -(-T * record_bytes[cut[0]] // SPAN_BYTES))
+        step = -(-T // n // TILE_UNIT) * TILE_UNIT
+        tiles += [(*cut, first, min(first + step, T)) for first in range(0, T, step)]
+    return np.array(tiles, np.int64)
 
 
 def lower_linear(c: Lowering, op: Op) -> None:
     names = [(op.buffers[f"w{i}"], op.buffers[f"y{i}"]) for i in range(op.consts["n"])]
     T = c.T * op.consts["rows"]
     x = op.buffers["x"]
-    words, rows, row_bytes = [], [], []
+    words, rows, row_bytes, record_bytes = [], [], [], []
     for name, y in names:
         info = c.weights.tensors.info(name)
         columns = info.shape[-1]
-        act, act_bytes = c.records(x, columns, c.weights.layout(name), op.layer, T)
+        layout = c.weights.layout(name)
+        act, act_bytes = c.records(x, columns, layout, op.layer, T)
         if c.memory.measuring:
             continue
         m = c.weights.matrix(name)
         rows.append(m.rows)
         row_bytes.append(m.row_bytes)
+        record_bytes.append(act_bytes if layout.group and m.kernels[4] else 0)
         words.append((m.address, m.row_bytes, m.rows, m.columns, m.kernels.ctypes.data, act, act_bytes,
                       c.memory.address(y), m.rows * 4))  # fmt: skip
     if c.memory.measuring:
@@ -167,5 +183,5 @@ def lower_linear(c: Lowering, op: Op) -> None:
         starts, pieces = split_rows(rows, row_bytes, c.threads)
         c.parallel(len(starts) - 1, linear_chunk, starts, pieces, matrices, T)
     else:
-        tiles = split_tiles(rows, row_bytes, T, c.threads)
+        tiles = split_tiles(rows, row_bytes, T, c.threads, record_bytes)
         c.parallel(len(tiles), tile_chunk, tiles, matrices)

@@ -280,6 +280,11 @@ class Simd:
         name = f"llvm.x86.avx512.vpshufbitqmb.{_bits(value)}"
         return self.call(name, vector(i1, value.type.count), value, index)
 
+    def affine(self, value: Value, matrix: Value) -> Value:
+        """Every byte, as 8 bits, times the bit matrix of its 64-bit part, rows from the result's bit 7 down. GFNI."""
+        name = f"llvm.x86.vgf2p8affineqb.{_bits(value)}"
+        return self.call(name, value.type, value, matrix, ir.Constant(i8, 0))
+
     # ---- floats
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:

@@ -49,7 +49,7 @@ class Weights:
         return layout_of(block, self.tier)
 
     def kernels(self, ggml_type: int) -> np.ndarray:
-        """(7,) int64: a format's `gemv.table.kernel_table`, compiled and self-tested on first use."""
+        """(8,) int64: a format's `gemv.table.kernel_table`, compiled and self-tested on first use."""
         if ggml_type not in self._kernels:
             block = format_of(ggml_type)
             self._progress(COMPILING, block.name)

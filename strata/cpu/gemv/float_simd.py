@@ -4,7 +4,8 @@ The rule has 256 lanes, or the largest power of two of values that a shorter row
 one activation row is taken at a time. Every matrix row is read from end to end, as only that runs at memory speed. For
 several activation rows this is done for a block of matrix rows, which is then in the cache for the other activation
 rows, and while these use it, the next block is asked for. Long rows are cut into segments whose activations fit into
-the first cache; between segments the lanes wait in memory.
+the first cache; between segments the lanes wait in memory. With one activation row they are there all the time, and
+such rows are taken in pairs.
 """
 
 from __future__ import annotations
@@ -25,8 +26,14 @@ _BLOCK_ROWS = 8
 _SEGMENT_STEPS = 16
 """Steps of 256 values in a segment: 16 KB of activations."""
 
+LONG_FROM = (_SEGMENT_STEPS + 1) * MAX_LANES
+"""Values of a row from which its activations leave the first cache."""
+
+_PIECE = 64
+"""Values of a row that a pair of rows takes at a time: the rows take turns."""
+
 _HINT_BYTES, _HINT_LINES = 2048, 4
-"""How far ahead, and for one in how many lines, rows of one segment give hints, as in `frame`."""
+"""How far ahead, and for one in how many lines, hints are given, as in `frame`."""
 
 
 class Matrix:
@@ -161,38 +168,29 @@ class _LongRows:
         self.left = b.sub(m.K, self.start)
         self.step_bytes = MAX_LANES * m.value_bytes
         self.segment_steps = s.const(i64, _SEGMENT_STEPS)
-        if R == 1 and m.value_bytes == 2 and not needs_asking():
-            one = b.icmp_signed("<=", self.full, self.segment_steps)
-            self.segment_steps = b.select(one, self.full, s.const(i64, 1))
 
     def _ask(self, row: Value, r: Value, at: Value, next_block: Value) -> None:
         """Prefetches of step `at` of a row: the same place in the next block, into the second cache.
 
-        Rows of one segment are read in order, which the processor follows best by itself, so only the other activation
-        rows ask, each for its part; with one activation row there are hints. Between segments the reading jumps: all of
-        it is asked for. Then prefetches are dropped when they come too fast, and a processor that tries to follow seems
-        to get in their way: with one activation row segments of 16-bit values are single steps, too short for that.
+        A single activation row reads in order. Some processors follow that best by themselves, with hints. Of several
+        activation rows the first reads in order, and the others ask, each for its part.
         """
         s, b = self.m.s, self.m.s.b
-        lines = self.step_bytes // _LINE
-        if self.R == 1:
-            wanted, part = b.icmp_signed(">", self.full, s.const(i64, _SEGMENT_STEPS)), s.const(i64, 0)
-            if needs_asking():
-                wanted = s.const(wanted.type, 1)
-        else:
+        here, lines = s.at(row, s.times(at, self.step_bytes)), self.step_bytes // _LINE
+        if self.R > 1:
             lines = -(-lines // (self.R - 1))
-            wanted = b.icmp_signed(">", r, s.const(i64, 0))
-            part = s.times(b.sub(r, s.const(i64, 1)), lines * _LINE)
-        here = s.at(row, s.times(at, self.step_bytes))
-        with b.if_else(wanted) as (ask, leave):
-            with ask:
+            with b.if_then(b.icmp_signed(">", r, s.const(i64, 0))):
+                part = s.times(b.sub(r, s.const(i64, 1)), lines * _LINE)
                 place = s.at(here, b.add(next_block, part))
                 for line in range(lines):
                     s.prefetch(place, _LINE * line, level=2)
-            with leave:
-                if self.R == 1:
-                    for at_bytes in range(0, self.step_bytes, _HINT_LINES * _LINE):
-                        s.prefetch(here, _HINT_BYTES + at_bytes, level=2)
+        elif needs_asking():
+            place = s.at(here, next_block)
+            for line in range(lines):
+                s.prefetch(place, _LINE * line, level=2)
+        else:
+            for line in range(0, lines, _HINT_LINES):
+                s.prefetch(here, _HINT_BYTES + _LINE * line, level=2)
 
     def _segment(self, i: Value, r: Value, segment: Value, kept: Value, next_block: Value) -> None:
         """A segment of matrix row i times activation row r. kept: where the lanes wait."""
@@ -229,6 +227,63 @@ class _LongRows:
                 self._segment(b.add(first, i), r, segment, place, next_block)
 
 
+class _PairedRows:
+    """One activation row that does not fit into the first cache, and matrix rows in pairs, piece by piece.
+
+    Each piece of activations is read once for both rows. What both read jumps so often that a processor which follows
+    by itself does not try, and prefetches have the memory to themselves. It drops those that come too fast: so every
+    line is asked for several times, a few rows ahead of its use each time.
+    """
+
+    def __init__(self, m: Matrix):
+        s, b = m.s, m.s.b
+        self.m, self.lanes = m, _Lanes(m, MAX_LANES // m.width)
+        self.full = b.lshr(m.K, s.const(i64, MAX_LANES.bit_length() - 1))
+        self.start = s.times(self.full, MAX_LANES)
+        self.left = b.sub(m.K, self.start)
+        self.kept = s.scratch(2 * 4 * MAX_LANES)
+        self.asks = [s.times(m.stride, 2 * k) for k in range(1, 3 if m.value_bytes == 2 else 4)]
+
+    def _piece(self, i: Value, rows: list[Value], kept: list[Value], x: Value) -> None:
+        """Piece i of one or two rows."""
+        m, s, b = self.m, self.m.s, self.m.s.b
+        lane = s.times(b.and_(i, s.const(i64, MAX_LANES // _PIECE - 1)), 4 * _PIECE)
+        index, at = s.times(i, _PIECE), s.times(i, _PIECE * m.value_bytes)
+        for k in range(0, _PIECE, m.width):
+            here = b.add(index, s.const(i64, k))
+            values = m.values(x, here)
+            for row, lanes in zip(rows, kept, strict=True):
+                if k * m.value_bytes % _LINE == 0:
+                    for ahead in self.asks:
+                        s.prefetch(s.at(row, b.add(at, ahead)), k * m.value_bytes, level=2)
+                place = b.add(lane, s.const(i64, 4 * k))
+                total = s.load(lanes, place, f32, m.width)
+                s.store(s.fma(m.weights(row, here), values, total), lanes, place)
+
+    def _rows(self, first: Value, count: int) -> None:
+        m, s, b = self.m, self.m.s, self.m.s.b
+        numbers = [b.add(first, s.const(i64, k)) for k in range(count)]
+        rows, x = [m.row(i) for i in numbers], m.x(0)
+        kept = [s.at(self.kept, 4 * MAX_LANES * k) for k in range(count)]
+        self.lanes.clear()
+        for lanes in kept:
+            self.lanes.keep(lanes)
+        with s.loop(s.times(self.full, MAX_LANES // _PIECE)) as i:
+            self._piece(i, rows, kept, x)
+        for i, row, lanes in zip(numbers, rows, kept, strict=True):
+            self.lanes.fetch(lanes)
+            self.lanes.take_rest(row, x, self.start, self.left)
+            m.finish(i, 0, self.lanes.values())
+
+    def write(self) -> None:
+        m, s, b = self.m, self.m.s, self.m.s.b
+        pairs = b.lshr(m.n_rows, s.const(i64, 1))
+        with s.loop(pairs) as k:
+            self._rows(s.times(k, 2), 2)
+        with b.if_then(b.icmp_signed("!=", s.times(pairs, 2), m.n_rows)):
+            self._rows(s.times(pairs, 2), 1)
+
+
 def _short_rows(m: Matrix, R: int) -> None:
     """Rows of less than 256 values, at least a vector: so many lanes, then the rest on the same lanes."""
     s, b = m.s, m.s.b
@@ -257,7 +312,14 @@ def _emit(s: Simd, name: str, R: int, tier: int) -> None:
     m, b = Matrix(s, name, tier), s.b
     long, tiny = (b.icmp_signed(sign, m.K, s.const(i64, n)) for sign, n in ((">=", MAX_LANES), ("<", m.width)))
     with b.if_then(long):
-        _LongRows(m, R).write()
+        if R == 1:
+            with b.if_else(b.icmp_signed(">=", m.K, s.const(i64, LONG_FROM))) as (pairs, segments):
+                with pairs:
+                    _PairedRows(m).write()
+                with segments:
+                    _LongRows(m, R).write()
+        else:
+            _LongRows(m, R).write()
     with b.if_then(tiny):
         _tiny_rows(m, R)
     with b.if_then(b.not_(b.or_(long, tiny))):

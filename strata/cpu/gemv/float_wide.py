@@ -95,28 +95,31 @@ class _ShortRows:
         tiles, s, b = self.tiles, self.s, self.b
         n, line = len(xs), self.line
         kind = vector(f32, self.width)
-        totals = [s.variable(kind) for _ in xs]
-        seconds = [s.variable(kind) for _ in range(4 * n)]
+        totals, halves, products = ([s.variable(kind) for _ in xs] for _ in range(3))
         with s.loop(self.quarter) as turn:
             at = b.zext(s.load(self.order, turn, i8), i64)
             lane = b.udiv(b.mul(at, self.quarter), tiles.const(MAX_LANES // 4))
             # In the order of the tree: lanes that lie half of all apart, then a quarter.
-            lanes = [b.add(lane, b.mul(self.quarter, tiles.const(k))) for k in (0, 2, 1, 3)]
-            for j, index in enumerate(lanes):
+            for j, distance in enumerate((0, 2, 1, 3)):
+                index = b.add(lane, b.mul(self.quarter, tiles.const(distance)))
                 w = self._weights(index)
-                for k, x in enumerate(xs):
-                    s.set(seconds[4 * k + j], b.fmul(w, self._spread(x, index)))
-            with b.if_then(b.icmp_signed("<", lane, self.left)):
-                for j, index in enumerate(lanes):
-                    with b.if_then(b.icmp_signed("<", index, self.left)):
-                        more = b.add(index, self.lanes)
-                        w = self._weights(more)
-                        for k, x in enumerate(xs):
-                            place = seconds[4 * k + j]
-                            s.set(place, s.fma(w, self._spread(x, more), s.get(place)))
-            for k, total in enumerate(totals):
-                p = [s.get(seconds[4 * k + j]) for j in range(4)]
-                s.set(total, b.fadd(b.fadd(p[0], p[1]), b.fadd(p[2], p[3])))
+                for place, x in zip(products, xs, strict=True):
+                    s.set(place, b.fmul(w, self._spread(x, index)))
+                with b.if_then(b.icmp_signed("<", index, self.left)):
+                    more = b.add(index, self.lanes)
+                    w = self._weights(more)
+                    for place, x in zip(products, xs, strict=True):
+                        s.set(place, s.fma(w, self._spread(x, more), s.get(place)))
+                for total, half, place in zip(totals, halves, products, strict=True):
+                    if j == 0:
+                        s.set(total, s.get(place))
+                    elif j == 2:
+                        s.set(half, s.get(place))
+                    else:
+                        sums = total if j == 1 else half
+                        s.set(sums, b.fadd(s.get(sums), s.get(place)))
+            for total, half in zip(totals, halves, strict=True):
+                s.set(total, b.fadd(s.get(total), s.get(half)))
             finished = s.call("llvm.cttz.i64", i64, b.not_(turn), s.const(ir.IntType(1), 0))
             with s.loop(finished) as level:
                 for k, total in enumerate(totals):

@@ -27,8 +27,14 @@ SUMS_32 = 256
 SUMS_16 = 256
 """Q2_K: int16 sums of 16 codes, in value order."""
 
+TOTALS_2K, Q3_BIAS = 448, 124
+"""Q3_K: int32 -Q3_BIAS times the sum of a lane's codes; products of weights and sub-scales are from -124 to 128."""
+
 PAIRS_2K, PAIRS_6K = 320, 256
 """Q3_K and Q6_K: int16 sums of four neighbours: for every lane those of operands 0 and 1, then of operands 2 and 3."""
+
+OFFSETS_6K, Q6_OFFSET = 448, 32
+"""Q6_K: the pairs of PAIRS_6K, times -Q6_OFFSET."""
 
 LANE_SUMS = 256
 """IQ4_XS: int32 -XS_BIAS times the sum of a lane's codes in operands 0 and 1, then in operands 2 and 3. Grid formats:
@@ -78,20 +84,27 @@ def _sums_of_32(s: Simd, record: Value, fours: list[Value]) -> None:
     s.store(s.b.trunc(sums, vector(i16, 8)), record, SUMS_32)
 
 
-def _pairs(s: Simd, record: Value, operands: list[Value], at: int) -> None:
+def _pairs(s: Simd, record: Value, operands: list[Value], at: int) -> list[Value]:
+    made = []
     for k in (0, 2):
         both = s.b.or_(s.and_(operands[k], 0xFFFF), s.shl(operands[k + 1], 16))
         s.store(both, record, at + 32 * k)
+        made.append(both)
+    return made
 
 
 def _sums_2k(s: Simd, record: Value, fours: list[Value]) -> None:
     s.store(s.b.trunc(_sixteens(s, fours), vector(i16, 16)), record, SUMS_16)
     halves = [s.part(f, k, 8) for f in fours for k in (0, 8)]
-    _pairs(s, record, [s.join(halves[k], halves[4 + k]) for k in range(4)], PAIRS_2K)
+    operands = [s.join(halves[k], halves[4 + k]) for k in range(4)]
+    _pairs(s, record, operands, PAIRS_2K)
+    total = s.b.add(s.b.add(operands[0], operands[1]), s.b.add(operands[2], operands[3]))
+    s.store(s.b.mul(total, s.splat(i32, 16, -Q3_BIAS)), record, TOTALS_2K)
 
 
 def _sums_6k(s: Simd, record: Value, fours: list[Value]) -> None:
-    _pairs(s, record, fours, PAIRS_6K)
+    for k, both in enumerate(_pairs(s, record, fours, PAIRS_6K)):
+        s.store(_times_minus(s, s.cast(both, i16, 32), Q6_OFFSET), record, OFFSETS_6K + 64 * k)
 
 
 def _times_minus(s: Simd, sums: Value, power_of_two: int) -> Value:
@@ -115,10 +128,10 @@ _VALUES = np.arange(STEP)
 K4 = Arrangement("k4", _VALUES.reshape(2, 2, 2, 32).swapaxes(1, 2).ravel(), 32, 320, 272, 48, _sums_of_32)
 """Q4_K, Q5_K. Operands: runs of 32 values (0, 2), (1, 3), (4, 6), (5, 7)."""
 
-K2 = Arrangement("k2", _VALUES.reshape(2, 4, 32).swapaxes(0, 1).ravel(), 32, 448, 288, 32, _sums_2k)
+K2 = Arrangement("k2", _VALUES.reshape(2, 4, 32).swapaxes(0, 1).ravel(), 32, 512, 288, 32, _sums_2k)
 """Q2_K, Q3_K. Operands: runs (0, 4), (1, 5), (2, 6), (3, 7)."""
 
-K6 = Arrangement("k6", _VALUES, 32, 448, 384, 64, _sums_6k)
+K6 = Arrangement("k6", _VALUES, 32, 576, 384, 64, _sums_6k)
 """Q6_K. Operands: runs (0, 1), (2, 3), (4, 5), (6, 7)."""
 
 XS = Arrangement("xs", _VALUES.reshape(2, 4, 2, 16).swapaxes(1, 2).ravel(), 16, 448, 384, 64, _sums_xs)

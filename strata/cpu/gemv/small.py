@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from strata.cpu.simd import Simd, Value, f32, i8, i16, i32
+from strata.cpu.tiers import target_features
 from strata.pack.formats import by_name
 from strata.pack.grids import CODEBOOK
 
@@ -106,8 +107,23 @@ def e4m3_scales(s: Simd, top: Value) -> Value:
 
 
 def twos(s: Simd, packed: Value) -> list[Value]:
-    """Four planes of 2-bit codes, low bits first."""
-    return [s.and_(s.shr_bytes(packed, 2 * k) if k else packed, 3) for k in range(4)]
+    """Four planes of 2-bit codes, low bits first.
+
+    A product of bit matrices, where there are any, shifts and masks at once: the kernel of one row is at the limit of
+    its instructions.
+    """
+    planes = [s.and_(packed, 3)]
+    for k in range(1, 4):
+        if "gfni" in target_features():
+            rows = [0] * 6 + [_signed(1 << 2 * k + i) for i in (1, 0)]  # of the matrix: which bit becomes bit 7, 6, ..
+            planes.append(s.affine(packed, s.constant(i8, rows * (packed.type.count // 8))))
+        else:
+            planes.append(s.and_(s.shr_bytes(packed, 2 * k), 3))
+    return planes
+
+
+def _signed(byte: int) -> int:
+    return byte - 256 if byte > 127 else byte
 
 
 def nibbles(s: Simd, packed: Value) -> list[Value]:

@@ -80,7 +80,7 @@ def _iq2_s(s: Simd, w: Value, entries: Value) -> tuple:
 
 # ---- IQ1_S, IQ1_M: eight times the grid, plus or minus 1
 
-_IQ1_LEVELS = [8 * v for v in levels_of(GRID["IQ1_S"], 4)]
+IQ1_LEVELS = [8 * v for v in levels_of(GRID["IQ1_S"], 4)]
 
 
 def _high_words(s: Simd, w: Value, at: int) -> Value:
@@ -93,7 +93,7 @@ def _iq1_s_index(s: Simd, w: Value) -> Value:
 
 def _iq1_s(s: Simd, w: Value, entries: Value) -> tuple:
     high = _high_words(s, w, 34)
-    planes = _shifted(s, planes_of_8(s, _IQ1_LEVELS, entries), _bit(s, high, 15))
+    planes = _shifted(s, planes_of_8(s, IQ1_LEVELS, entries), _bit(s, high, 15))
     return planes, part_scales(s, first_half(s, w), upper_bits(s, high, 12, 7), 0.5, 0.25)
 
 
@@ -106,7 +106,7 @@ def _iq1_m_index(s: Simd, w: Value) -> Value:
 
 
 def _iq1_m(s: Simd, w: Value, entries: Value) -> tuple:
-    planes = _shifted(s, planes_of_8(s, _IQ1_LEVELS, entries), _bit(s, _iq1_m_fields(s, w), 11))
+    planes = _shifted(s, planes_of_8(s, IQ1_LEVELS, entries), _bit(s, _iq1_m_fields(s, w), 11))
     words = s.load(w, 48, i64)  # four times: four scales of 3 bits, then a part of the float16 scale
     scales = fields_of(s, words, [16 * (k // 4) + 3 * (k % 4) for k in range(16)], 7)
     return planes, part_scales(s, scattered_half(s, words), scales, 0.5, 0.25)
@@ -126,6 +126,14 @@ def _entries(s: Simd, format: FarFormat, indices: Value) -> Value:
         index = s.b.zext(s.load(indices, 2 * k, i16), i64)
         entries.append(s.load(table, s.times(index, 2), i16, align=2))
     return s.gather(entries)
+
+
+def entries_at(s: Simd, format: FarFormat, indices: Sequence[Value]) -> list[Value]:
+    """Entries for vectors of 32 indices (i16)."""
+    place = s.scratch(INDEX_BYTES * len(indices))
+    for k, index in enumerate(indices):
+        s.store(index, place, INDEX_BYTES * k, align=INDEX_BYTES)
+    return [_entries(s, format, s.at(place, INDEX_BYTES * k)) for k in range(len(indices))]
 
 
 def emit_far(s: Simd, name: str, R: int) -> None:

@@ -47,7 +47,7 @@ def _has(s: Simd, value: Value, bit: int) -> Value:
     return s.b.icmp_signed("!=", s.and_(value, 1 << bit), s.zero(value.type.element, value.type.count))
 
 
-def _entries(s: Simd, name: str, index: Value) -> Value:
+def entries_of_8(s: Simd, name: str, index: Value) -> Value:
     """16-bit entries of an eight-value grid for 32 indices (i16; bits above the index may be anything)."""
     table = _registers(s, name, packed(GRID[name], 2), i16, 32)
     found = [s.permi2w(a, index, b) for a, b in zip(table[::2], table[1::2], strict=True)]
@@ -59,7 +59,7 @@ def _entries(s: Simd, name: str, index: Value) -> Value:
     return found[0]
 
 
-def _pairs(s: Simd, name: str, index: Value, ninth: Value | None) -> list[Value]:
+def pairs_of_4(s: Simd, name: str, index: Value, ninth: Value | None) -> list[Value]:
     """6-bit entries, first and second pair of values, of a four-value grid for 64 indices."""
     upper, found = s.b.icmp_signed("<", index, s.zero(i8, 64)), []
     for k in range(2):
@@ -70,7 +70,7 @@ def _pairs(s: Simd, name: str, index: Value, ninth: Value | None) -> list[Value]
     return found
 
 
-def _planes_of_4(s: Simd, name: str, pairs: list[Value]) -> list[Value]:
+def planes_of_4(s: Simd, name: str, pairs: list[Value]) -> list[Value]:
     """Biased weights, signs apart, from 6-bit entries."""
     levels = [v + GRID_BIAS for v in levels_of(GRID[name], 8)]
     tables = [s.constant(i8, [levels[k & 7] for k in range(64)]), s.constant(i8, [levels[k >> 3] for k in range(64)])]
@@ -97,10 +97,15 @@ def signed(s: Simd, planes: list[Value], signs: Value) -> list[Value]:
     return [s.b.select(s.shufbit(signs, bits[c]), s.b.sub(opposite, plane), plane) for c, plane in enumerate(planes)]
 
 
+def sign_table(s: Simd) -> list[Value]:
+    """Sign bytes by 7-bit numbers, in two registers."""
+    return _registers(s, "signs", as_bytes(SIGNS), i8, 64)
+
+
 def _even_signs(s: Simd, starts: Sequence[int], source: Value) -> Value:
     """Sign bytes for `signed` from the 7-bit fields at `starts` of every 64 bits."""
     fields = s.multishift(s.constant(i8, [*starts, *starts] * 8), source)
-    low, high = _registers(s, "signs", as_bytes(SIGNS), i8, 64)
+    low, high = sign_table(s)
     return s.permi2b(low, fields, high)
 
 
@@ -137,7 +142,7 @@ def multiply(s: Simd, unpacked: tuple, x: Value, part: int, lanes: Lanes) -> Non
 
 
 def _iq3_xxs(s: Simd, w: Value, part: int, left: Value | None) -> tuple:
-    planes = _planes_of_4(s, "IQ3_XXS", _pairs(s, "IQ3_XXS", s.load(w, 2, i8, 64), None))
+    planes = planes_of_4(s, "IQ3_XXS", pairs_of_4(s, "IQ3_XXS", s.load(w, 2, i8, 64), None))
     words = s.b.zext(s.load(w, 66, i32, 8), vector(i64, 8))
     planes = signed(s, planes, _even_signs(s, (0, 7, 14, 21), s.cast(words, i8, 64)))
     return planes, part_scales(s, first_half(s, w), upper_bits(s, words, 28), 0.5, 0.5)
@@ -145,7 +150,7 @@ def _iq3_xxs(s: Simd, w: Value, part: int, left: Value | None) -> tuple:
 
 def _iq3_s(s: Simd, w: Value, part: int, left: Value | None) -> tuple:
     ninth = s.cast(s.load(w, 66, i64), i1, 64)
-    planes = _planes_of_4(s, "IQ3_S", _pairs(s, "IQ3_S", s.load(w, 2, i8, 64), ninth))
+    planes = planes_of_4(s, "IQ3_S", pairs_of_4(s, "IQ3_S", s.load(w, 2, i8, 64), ninth))
     planes = signed(s, planes, plain_signs(s, w, 74))
     scales = fields_of(s, s.load(w, 106, i32), [4 * (k // 2) for k in range(16)], 15)
     return planes, part_scales(s, first_half(s, w), scales, 0.5, 2.0)
@@ -157,14 +162,14 @@ IQ2_LEVELS = levels_of(GRID["IQ2_XS"], 4)
 def _iq2_xxs(s: Simd, w: Value, part: int, left: Value | None) -> tuple:
     whole = s.load(w, 2, i8, 64)  # eight times: four index bytes, then four fields of 7 sign bits and a scale
     spaced = s.multishift(s.constant(i8, [8 * (k // 2) for k in range(8)] * 8), whole)
-    planes = planes_of_8(s, IQ2_LEVELS, _entries(s, "IQ2_XXS", s.cast(spaced, i16, 32)))
+    planes = planes_of_8(s, IQ2_LEVELS, entries_of_8(s, "IQ2_XXS", s.cast(spaced, i16, 32)))
     planes = signed(s, planes, _even_signs(s, (32, 39, 46, 53), whole))
     return planes, part_scales(s, first_half(s, w), upper_bits(s, s.cast(whole, i64, 8), 60), 0.5, 0.25)
 
 
 def _iq2_xs(s: Simd, w: Value, part: int, left: Value | None) -> tuple:
     whole = s.load(w, 2, i16, 32)  # nine bits of index, seven of signs
-    planes = planes_of_8(s, IQ2_LEVELS, _entries(s, "IQ2_XS", whole))
+    planes = planes_of_8(s, IQ2_LEVELS, entries_of_8(s, "IQ2_XS", whole))
     planes = signed(s, planes, _even_signs(s, (9, 25, 41, 57), s.cast(whole, i8, 64)))
     return planes, part_scales(s, first_half(s, w), nibbles_of(s, w, 66), 0.5, 0.25)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from strata.cpu.simd import Simd, Value, f32, i16, i64
+from strata.cpu.simd import Simd, Value, f32, i16, i32, i64, vector
 
 
 def halves_at(s: Simd, w: Value, at: int) -> Value:
@@ -34,3 +34,15 @@ def scattered_half(s: Simd, words: Value) -> Value:
         nibble = s.b.and_(s.b.lshr(words, s.const(i64, 12 + 12 * k)), s.const(i64, 15 << (4 * k)))
         half = s.b.or_(half, nibble)
     return s.widen_half(s.b.trunc(half, i16))
+
+
+def scattered_halves(s: Simd, words: list[Value]) -> Value:
+    """The same for many rows: words (two i32 (n,)) -> f32 (n,)."""
+    n = words[0].type.count
+    bits = s.zero(i32, n)
+    for k in range(4):
+        word = words[k // 2]
+        start = 16 * (k % 2) + 12  # of the nibble, which goes to bit 4 k
+        moved = s.shr(word, start - 4 * k) if start >= 4 * k else s.shl(word, 4 * k - start)
+        bits = s.b.or_(bits, s.and_(moved, 15 << (4 * k)))
+    return s.widen_half(s.b.trunc(bits, vector(i16, n)))

@@ -10,7 +10,8 @@ A kernel is a C function, all arguments int64:
     K                values of a row, a multiple of the format's block
     out, out_stride  float32 results: activation row r, matrix row i at out + r * out_stride + 4 i (strides in bytes)
 
-Some formats also have one for any number of activation rows, worth its preparations from MANY_ROWS on:
+In the tiers 512 and 256 some formats also have one for any number of activation rows, worth its preparations from a
+number of rows on that depends on the format:
 
     kernel(w, w_stride, n_rows, act, K, T, out, out_stride)
 
@@ -44,6 +45,7 @@ from strata.cpu.gemv import (
     small256,
     small512,
     super_kernels,
+    wide_kernels,
 )
 from strata.cpu.gemv.activations import quantise_p32, quantise_p256, swiglu_rows
 from strata.cpu.gemv.portable import QUANTISED
@@ -53,7 +55,8 @@ from strata.cpu.tiers import TIERS as ALL_TIERS
 from strata.pack.formats import BlockFormat
 
 MANY_ROWS = 9
-"""Activation rows from which the kernel for any number of them is taken, where there is one: no window has so many."""
+"""Activation rows of which no window has so many: the formats whose kernel for any number of rows has no better limit
+take it from here on."""
 
 TIERS = available_tiers()
 """Tiers of this machine, slowest first."""
@@ -175,11 +178,12 @@ def kernel(format: BlockFormat, R: int, tier: int | None = None) -> int:
 
 @dataclass(frozen=True)
 class WideKernel:
-    """A kernel for any number of activation rows, for rows of some lengths."""
+    """A kernel for any number of activation rows, for rows of some lengths; least_rows: from which it is faster."""
 
     function: CFunction
     least_values: int
     most_values: int
+    least_rows: int = MANY_ROWS
 
 
 @cache
@@ -188,6 +192,9 @@ def _wide_kernel(format: BlockFormat, tier: int) -> WideKernel | None:
         return WideKernel(float_wide.kernel(format.name, tier), float_wide.LEAST_VALUES, 1 << 40)
     if tier == q8_wide.TIER and format.name == q8_wide.FORMAT:
         return WideKernel(q8_wide.kernel(), q8_wide.BLOCK, q8_wide.MOST_VALUES)
+    if tier == wide_kernels.TIER and format.name in wide_kernels.WIDES:
+        least_rows = wide_kernels.WIDES[format.name].least_rows
+        return WideKernel(wide_kernels.kernel(format.name), format.block_values, wide_kernels.MOST_VALUES, least_rows)
     return None
 
 
@@ -197,14 +204,14 @@ def wide_kernel(format: BlockFormat, tier: int | None = None) -> WideKernel | No
 
 
 def kernel_table(format: BlockFormat, tier: int | None = None) -> np.ndarray:
-    """(7,) int64, what `cpu.linear.multiply` wants. Compiles all.
+    """(8,) int64, what `cpu.linear.multiply` wants. Compiles all.
 
     Addresses of the kernels for 1..4 activation rows and of the one for any number, or 0; least and most values that a
-    row may have for that one.
+    row may have for that one, and the activation rows from which it is taken.
     """
     wide = wide_kernel(format, tier)
     addresses = [kernel(format, R, tier) for R in range(1, MOST_ROWS + 1)]
-    last = (wide.function.address, wide.least_values, wide.most_values) if wide else (0, 0, 0)
+    last = (wide.function.address, wide.least_values, wide.most_values, wide.least_rows) if wide else (0, 0, 0, 0)
     return np.array([*addresses, *last], np.int64)
 
 
