@@ -157,11 +157,11 @@ class Rates:
 class KernelBench:
     """Times kernels of one tier over one area of memory, which all formats share in turn.
 
-    threads: of the figures for several; n_bytes: of weights in a cold pass
+    threads: of the figures for several; n_bytes: of weights in a cold pass; columns: values of a row
     """
 
-    def __init__(self, tier: int, threads: int, n_bytes: int):
-        self.tier, self.threads = tier, threads
+    def __init__(self, tier: int, threads: int, n_bytes: int, columns: int = COLUMNS):
+        self.tier, self.threads, self.columns = tier, threads, columns
         self._area = aligned_bytes(n_bytes // CHUNK_BYTES * CHUNK_BYTES)
         self._area[:] = 1  # pages of its own, not the shared page of zeros
         self._one, self._all = Pool(1), Pool(threads)
@@ -192,10 +192,10 @@ class KernelBench:
         return self._one
 
     def fill(self, format: BlockFormat) -> np.ndarray:
-        """Rows of random blocks of COLUMNS values all over the area; returns it, bytes."""
-        row_bytes = format.row_bytes(COLUMNS)
+        """Rows of random blocks of `columns` values all over the area; returns it, bytes."""
+        row_bytes = format.row_bytes(self.columns)
         n_bytes = self._area.size // row_bytes * row_bytes
-        tile = random_rows(format, TILE_BYTES // row_bytes, COLUMNS, 0.02, np.random.default_rng(format.ggml_id))
+        tile = random_rows(format, TILE_BYTES // row_bytes, self.columns, 0.02, np.random.default_rng(format.ggml_id))
         flat = tile.reshape(-1)
         for at in range(0, n_bytes, flat.size):
             part = min(flat.size, n_bytes - at)
@@ -208,16 +208,16 @@ class KernelBench:
         """Check the format's kernels against the arithmetic (SelfTestFailed), then time them; repeats alternate between
         row counts and reading, so that all see the same minute."""
         check_format(format, self.tier)
-        row_bytes = format.row_bytes(COLUMNS)
+        row_bytes = format.row_bytes(self.columns)
         n = self.fill(format).size // row_bytes
         kernels = kernels_of(format, self.tier)
         jobs = {}
         for R in rows:
-            records = activation_records(format, COLUMNS, R, self.tier)
+            records = activation_records(format, self.columns, R, self.tier)
             address = self._area.ctypes.data
-            cold = Product(address, row_bytes, n, COLUMNS, kernels, records, np.zeros((R, n), np.float32))
+            cold = Product(address, row_bytes, n, self.columns, kernels, records, np.zeros((R, n), np.float32))
             few = min(HOT_ROWS, n)
-            hot = Product(address, row_bytes, few, COLUMNS, kernels, records, np.zeros((R, few), np.float32))
+            hot = Product(address, row_bytes, few, self.columns, kernels, records, np.zeros((R, few), np.float32))
             passes = max(1, n // 4 // few)
             jobs[R] = (multiplying([cold], R), multiplying([hot], R, np.array([(0, 0, few)] * passes, np.int64)))
         found = {R: Rates(format.name, R, [], [], [], [], []) for R in rows}

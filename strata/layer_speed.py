@@ -12,10 +12,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from strata.arch.flash_next.program import trunk_program
+from strata.base.compiled import step
 from strata.base.errors import need
 from strata.base.program import ERROR_WORDS
 from strata.cpu.lower import Lowering, Memory
+from strata.cpu.machine_code import copy_bytes, i64_view
 from strata.cpu.pool import Pool
+from strata.cpu.walker import WalkList, walk
 from strata.cpu.weights import Weights
 from strata.kernel_speed import Job, Product, activation_records, core_seconds, kernels_of, multiplying
 from strata.pack.experts import expert_layout
@@ -32,6 +35,14 @@ def layer_spec(types: str, n_bytes: int) -> SynthSpec:
     spec = SynthSpec.of_types(types, layers=1, vocabulary=VOCABULARY, experts=10)
     expert_bytes = 2 * 640 * by_name(spec.gate_up).row_bytes(2560) + 2560 * by_name(spec.down).row_bytes(640)
     return replace(spec, experts=10 * max(2, -(-n_bytes // (10 * expert_bytes))))
+
+
+@step
+def layer_of_ids(a):
+    """A layer's steps with its routing replaced. Record: ids, their place, bytes, steps, number of steps, error."""
+    p = i64_view(a, 6)
+    copy_bytes(p[1], p[0], p[2])
+    walk(p[3], p[4], p[5])
 
 
 @dataclass(frozen=True)
@@ -115,7 +126,6 @@ class Layer:
         op = next(op for op in program.ops if op.kind == "experts")
         program = replace(program, ops=(op,), buffers={n: program.buffers[n] for n in op.buffers.values()
                                                        if n in program.buffers})  # fmt: skip
-        self._sets = bench.sets
         self._memory = Memory([program], {})
         self._error = np.zeros(ERROR_WORDS, np.int64)
         self._pool = pool
@@ -128,19 +138,26 @@ class Layer:
 
         lowered()
         self._memory.allocate()
-        self._walk = lowered().walk
+        self.walk = lowered().walk
         arrays = self._memory.arrays
         arrays["u"][:] = np.random.default_rng(2).standard_normal(arrays["u"].shape)
         arrays["moe.weights"][:] = 0.1
-        self._ids = arrays["moe.ids"]
-        self._walk.freeze()
+        self.ids = arrays["moe.ids"]
+        self.walk.freeze()
+        steps = self.walk.step_words
+        self._layers = WalkList(self._error.ctypes.data)
+        for chosen in bench.sets:
+            ids = np.ascontiguousarray(np.broadcast_to(chosen, self.ids.shape))
+            self._layers.add(layer_of_ids, ids, self.ids, ids.nbytes, steps, len(steps), self._error.ctypes.data)
+
+    def records(self, name: str, words: int) -> list[np.ndarray]:
+        """Argument records of the layer's steps of that name, to be changed at will."""
+        return [self.walk.record(i, words) for i, other in enumerate(self.walk.names) if other == name]
 
     def pass_over(self) -> None:
-        """The layer once for each set of experts."""
-        for chosen in self._sets:
-            self._ids[:] = chosen
-            failed = self._walk.run()
-            need(failed < 0, "the layer of the bench stopped", found=self._error.tolist())
+        """The layer once for each set of experts, one behind the other as the layers of a model."""
+        failed = self._layers.run()
+        need(failed < 0, "the layer of the bench stopped", found=self._error.tolist())
 
     def core_seconds(self) -> float:
         began = time.thread_time()

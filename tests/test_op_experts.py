@@ -123,6 +123,7 @@ class Layer:
         words[op.LEAST] = words[op.MOST] = max(1, self.D * words[op.ROUTED + op.DOWN] // pieces)
         words[op.JOBS], words[op.ENTRY_OF] = place((entries + 1) * op.JOB_WORDS * 8), place(4 * entries)
         words[op.ROW_OF], words[op.COUNTERS] = place(4 * entries), place(op.counter_bytes(entries))
+        words[op.DOWN_STARTS] = place(op.starts_bytes(entries, self.E))
         words[op.SEEN], words[op.SWIGLU], words[op.CHUNK] = place(4 * self.E), swiglu_address(), experts_chunk.address
         call = Call(step, *words).run()
         scratch = [array for array in kept if array.dtype == np.uint8]

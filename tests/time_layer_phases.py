@@ -1,11 +1,11 @@
 """Times whole layers of experts on several threads, chunk by chunk: python -m tests.time_layer_phases [TYPES ..]
 
     --threads 8,12,14   --rows 1   --mb 1200   --repeat 5   --huge (also from anonymous memory with huge pages)
+    --run-kb 64,512 (longest runs of rows)
 
-Rates are shares of what the same number of threads, and all cores, read in the same minute. The chunks of a layer run
-as one dispatch, as the op does, and with a join behind gate and up and behind down, for comparison. Phases come from
-stamps around every chunk, of medians over layers: from the first chunk's start to the last one's end; `busy` is the
-share of the threads' time inside chunks, `tail` the time from half of the threads having nothing left to the end.
+Rates are shares of what the same number of threads, and all cores, read in the same minute. Phases come from stamps
+around every chunk, of medians over layers: from the first chunk's start to the last one's end; `busy` is the share of
+the threads' time inside chunks, `tail` the time from half of the threads having nothing left to the end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from strata.cpu import expert_record as rec
 from strata.cpu.cores import core_facts, usable_cores
 from strata.cpu.expert_groups import plan_jobs
 from strata.cpu.expert_jobs import experts_chunk
-from strata.cpu.machine_code import call3, clock_ns, exact_floats, i64_view, ld64, st64
+from strata.cpu.machine_code import call3, clock_ns, exact_floats, i64_view, st64
 from strata.cpu.pool import Pool, dispatch
 from strata.cpu.tiers import best_tier
 from strata.kernel_speed import reading, wall_seconds
@@ -36,39 +36,23 @@ MOST_CHUNKS = 4096
 
 @chunk
 def stamped(desc, k, n):
-    """Record: the op's record, first chunk, stamps (start, end) or 0, the chunk function."""
-    p = i64_view(desc, 4)
-    if p[2] == 0:
-        call3(p[3], p[0], p[1] + k, n)
-        return
-    at = p[2] + 16 * (p[1] + k)
-    st64(at, clock_ns())
-    call3(p[3], p[0], p[1] + k, n)
-    st64(at + 8, clock_ns())
+    """Record: the op's record, stamps (start, end) of every chunk, the chunk function."""
+    d = i64_view(desc, 3)
+    st64(d[1] + 16 * k, clock_ns())
+    call3(d[2], d[0], k, n)
+    st64(d[1] + 16 * k + 8, clock_ns())
 
 
 @cached_njit
-def run_layer(record, stamps, joined, function, inner, desc, times):
-    """One layer of the record; joined: one dispatch a phase. times: begin, grouped, end."""
+def run_layer(record, function, desc, times):
+    """One layer of the record; times: begin, grouped, end."""
     exact_floats()
     p = i64_view(record, rec.WORDS)
     st64(times, clock_ns())
     n = plan_jobs(p)
     st64(times + 8, clock_ns())
-    up = p[rec.N_QUANTISE] + p[rec.N_COPY] + p[rec.N_UP]
-    st64(desc, record)
-    st64(desc + 16, stamps)
-    st64(desc + 24, inner)
-    if joined:
-        st64(desc + 8, 0)
-        dispatch(p[rec.POOL], up, function, desc)
-        st64(desc + 8, up)
-        dispatch(p[rec.POOL], n - up, function, desc)
-    else:
-        st64(desc + 8, 0)
-        dispatch(p[rec.POOL], n, function, desc)
+    dispatch(p[rec.POOL], n, function, desc)
     st64(times + 16, clock_ns())
-    return ld64(record + 8 * rec.N_UP)
 
 
 @dataclass
@@ -86,34 +70,25 @@ class Phases:
     """From the moment that half of the threads have nothing left, to the end."""
     slowest: float
     """Longest chunk over the median one."""
+    chunks: float
 
 
 class Timed:
-    def __init__(self, layer: Layer, record: np.ndarray, ids: np.ndarray, sets: np.ndarray, threads: int):
-        self.layer, self.record, self.ids, self.sets, self.threads = layer, record, ids, sets, threads
-        self.stamps, self.desc = np.zeros((MOST_CHUNKS, 2), np.int64), np.zeros(4, np.int64)
-        self.times = np.zeros(3, np.int64)
+    def __init__(self, layer: Layer, record: np.ndarray, sets: np.ndarray, threads: int):
+        self.layer, self.record, self.sets, self.threads = layer, record, sets, threads
+        self.stamps, self.times = np.zeros((MOST_CHUNKS, 2), np.int64), np.zeros(3, np.int64)
+        self.desc = np.array([record.ctypes.data, self.stamps.ctypes.data, experts_chunk.address], np.int64)
 
-    def once(self, joined: bool, stamp: bool) -> int:
-        at = self.stamps.ctypes.data if stamp else 0
-        return run_layer(self.record.ctypes.data, at, joined, stamped.address, experts_chunk.address,
-                         self.desc.ctypes.data, self.times.ctypes.data)  # fmt: skip
+    def seconds(self) -> float:
+        return self.layer.wall_seconds(PASSES) / PASSES
 
-    def seconds(self, joined: bool) -> float:
-        began = time.perf_counter()
-        for _ in range(PASSES):
-            for chosen in self.sets:
-                self.ids[:] = chosen
-                self.once(joined, False)
-        return (time.perf_counter() - began) / PASSES
-
-    def phases(self, joined: bool) -> Phases:
+    def phases(self) -> Phases:
         found = []
         for chosen in self.sets:
-            self.ids[:] = chosen
-            n_up = self.once(joined, True)
-            n = int(self.record[rec.N_CHUNKS])
-            first = n - n_up - int(self.record[rec.ALL_JOBS] * self.record[rec.DOWN_PIECES])
+            self.layer.ids[:] = chosen
+            run_layer(self.record.ctypes.data, stamped.address, self.desc.ctypes.data, self.times.ctypes.data)
+            n, n_down, n_up = (int(self.record[word]) for word in (rec.N_CHUNKS, rec.N_DOWN, rec.N_UP))
+            first = n - n_up - n_down
             s = self.stamps[:n] / 1e3
             up, down = s[first : first + n_up], s[first + n_up :]
             begin, grouped, end = self.times / 1e3
@@ -123,7 +98,7 @@ class Timed:
             found.append(Phases(end - begin, grouped - begin, up[:, 1].max() - up[:, 0].min(),
                                 down[:, 1].max() - down[:, 0].min(), up[:, 1].max() - down[:, 0].min(),
                                 took.sum() / (self.threads * (end - begin)), end - ends[len(ends) // 2],
-                                took.max() / np.median(took)))  # fmt: skip
+                                took.max() / np.median(took), n))  # fmt: skip
         return Phases(*(statistics.median(getattr(f, name) for f in found) for name in Phases.__annotations__))
 
 
@@ -154,7 +129,7 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=1200)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--huge", action="store_true")
-    parser.add_argument("--chunk-kb", default="64")
+    parser.add_argument("--run-kb", default="512")
     o = parser.parse_args()
     cores = usable_cores(core_facts())
     for types in o.types:
@@ -171,16 +146,17 @@ def report(bench: LayerBench, o: argparse.Namespace, types: str, threads: int, c
     with Pool(threads, spin_us=SPIN_US) as pool, Pool(cores, spin_us=SPIN_US) as everyone:
         layer, read = bench.layer(o.rows, pool), reading(area)
         layer.pass_over()  # the records of x are there from now on
-        walk = layer._walk
-        start = walk._starts[walk.names.index("experts")]
-        record = walk._arena[start : start + rec.WORDS]
-        timed = Timed(layer, record, layer._ids, bench.sets, threads)
+        (record,) = layer.records("experts", rec.WORDS)
+        timed = Timed(layer, record, bench.sets, threads)
         table = int(record[rec.ROUTED + rec.TABLE])
         keep, places = huge_copy(bench) if o.huge else (None, None)
         own = reading(np.frombuffer(keep, np.uint8)) if o.huge else None
-        variants = [(f"{kb} KB{' joined' * joined}{' huge' * huge}", int(kb), joined, huge)
-                    for kb in o.chunk_kb.split(",") for joined in (False, True)
-                    for huge in ((False, True) if o.huge else (False,))]  # fmt: skip
+        variants = [(f"{kb} KB{', huge' * huge}", (int(kb), huge))
+                    for kb in o.run_kb.split(",") for huge in ((False, True) if o.huge else (False,))]  # fmt: skip
+
+        def choose(kb: int, huge: bool) -> None:
+            record[rec.MOST], record[rec.ROUTED + rec.TABLE] = kb << 10, places.ctypes.data if huge else table
+
         rates: dict[str, list[float]] = {name: [] for name, *_ in variants}
         same, everything, own_rates = [], [], []
         for i in range(-1, o.repeat):
@@ -190,9 +166,9 @@ def report(bench: LayerBench, o: argparse.Namespace, types: str, threads: int, c
             a = read.n_bytes / min(wall_seconds(read, everyone) for _ in range(2)) / 1e9
             h = own.n_bytes / min(wall_seconds(own, pool) for _ in range(2)) / 1e9 if own else 0.0
             time.sleep(PAUSE_S)
-            for name, kb, joined, huge in variants:
-                record[rec.MOST], record[rec.ROUTED + rec.TABLE] = kb << 10, places.ctypes.data if huge else table
-                rate = n_bytes / timed.seconds(joined) / 1e9
+            for name, choice in variants:
+                choose(*choice)
+                rate = n_bytes / timed.seconds() / 1e9
                 if i >= 0:
                     rates[name].append(rate)
             if i >= 0:
@@ -202,14 +178,14 @@ def report(bench: LayerBench, o: argparse.Namespace, types: str, threads: int, c
         print(f"{types}, {o.rows} rows, {threads} threads: these read {statistics.median(same):.1f} GB/s, {cores} read "
               f"{statistics.median(everything):.1f}"
               + (f", huge pages {statistics.median(own_rates):.1f}" if o.huge else ""))  # fmt: skip
-        for name, kb, joined, huge in variants:
-            record[rec.MOST], record[rec.ROUTED + rec.TABLE] = kb << 10, places.ctypes.data if huge else table
-            p, rate = timed.phases(joined), statistics.median(rates[name])
+        for name, choice in variants:
+            choose(*choice)
+            p, rate = timed.phases(), statistics.median(rates[name])
             print(f"  {name:<20} {rate:6.1f} GB/s = {rate / statistics.median(same):.2f} of the same threads, "
                   f"{rate / statistics.median(everything):.2f} of all | us: layer {p.layer:.0f} group {p.group:.1f} "
                   f"gate/up {p.up:.0f} down {p.down:.0f} overlap {p.overlap:.0f} busy {p.busy:.3f} tail {p.tail:.1f} "
-                  f"slowest chunk {p.slowest:.1f} x")  # fmt: skip
-        record[rec.ROUTED + rec.TABLE] = table
+                  f"slowest chunk {p.slowest:.1f} x, {p.chunks:.0f} chunks")  # fmt: skip
+        choose(512, False)
 
 
 if __name__ == "__main__":

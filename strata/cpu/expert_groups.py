@@ -19,7 +19,8 @@ from strata.cpu.expert_record import (
     D_,
     DECISIONS,
     DOWN,
-    DOWN_PIECES,
+    DOWN_BLOCKS,
+    DOWN_STARTS,
     E_,
     ENTRIES,
     ENTRY_OF,
@@ -38,9 +39,11 @@ from strata.cpu.expert_record import (
     LEAST,
     LINE_BYTES,
     MOST,
+    MOST_BLOCKS,
     MOST_PIECES,
     N_CHUNKS,
     N_COPY,
+    N_DOWN,
     N_QUANTISE,
     N_UP,
     QUANTISERS,
@@ -58,13 +61,21 @@ from strata.cpu.expert_record import (
     X_KINDS,
     X,
 )
+from strata.cpu.gemv.rows import MOST_ROWS
 from strata.cpu.machine_code import call6, i32_view, i64_view, ld8, ld64, st64, zero_bytes
 
-LEAST_CHUNK_BYTES = 16 << 10
-"""Of weights: chunks get smaller than CHUNK_BYTES where few experts are wanted, but not below this (about 2 us)."""
+LEAST_CHUNK_BYTES, MOST_RUN_BYTES = 16 << 10, 512 << 10
+"""Of weights: chunks get smaller where few experts are wanted, but not below 2 us; a run of rows of one matrix starts
+with cold lines, so the longer the better."""
 
-CHUNKS_PER_THREAD = 8
-"""In each of the two product phases, while chunks stay within their limits: the threads then end together."""
+MOST_TILE_BYTES = 128 << 10
+"""The longest run where rows are more than one kernel takes: it is read again for the others, from the second cache."""
+
+UP_PER_THREAD, MORE_FOR_FEW = 3, 5
+"""Chunks of gate and up: down products of other experts cover the time to the last one's end, if there are others."""
+
+BLOCKS_PER_THREAD = 32
+"""Of down products. Their chunks are many blocks at first and single ones at the end: the threads end together."""
 
 SERIAL_VALUES = 8192
 """Rows with fewer values in all are quantised by the caller: about 3 us."""
@@ -151,13 +162,40 @@ def _add_shared(p):
 
 
 @njit(error_model="numpy")
-def _pieces(p, job_bytes, rows, matrices):
-    """Chunks of one job in one phase. What counts against MOST is a run of rows of one of its matrices."""
+def _most(p):
+    return p[MOST] if p[T_] <= MOST_ROWS else min(p[MOST], MOST_TILE_BYTES)
+
+
+@njit(error_model="numpy")
+def _up_pieces(p, job_bytes, rows):
+    """Chunks of gate and up of one job; each takes a run of rows of both."""
     if p[THREADS] == 1:
         return np.int64(1)
-    n_bytes = job_bytes * p[ALL_JOBS] // (CHUNKS_PER_THREAD * p[THREADS])
-    n_bytes = max(p[LEAST], min(matrices * p[MOST], n_bytes))
+    n_bytes = job_bytes * p[ALL_JOBS] // ((UP_PER_THREAD + MORE_FOR_FEW // p[ALL_JOBS]) * p[THREADS])
+    n_bytes = max(p[LEAST], min(2 * _most(p), n_bytes))
     return max(np.int64(1), min(min(rows, MOST_PIECES), -(-job_bytes // n_bytes)))
+
+
+@njit(error_model="numpy")
+def _plan_down(p):
+    """Cut the columns into blocks and the blocks of all jobs, one job behind the other, into chunks."""
+    job_bytes, threads, n_blocks = p[D_] * p[ROUTED + DOWN], p[THREADS], np.int64(1)
+    if threads > 1:
+        least = max(p[LEAST], job_bytes * p[ALL_JOBS] // (BLOCKS_PER_THREAD * threads))
+        n_blocks = max(n_blocks, min(min(p[D_], MOST_BLOCKS), job_bytes // least))
+    total, size = p[ALL_JOBS] * n_blocks, max(np.int64(1), _most(p) * n_blocks // job_bytes)
+    starts = i32_view(p[DOWN_STARTS], total + 1)
+    at, end, n = np.int64(0), n_blocks, 0
+    while at < total:
+        while size > 1 and total - at < 2 * threads * size:
+            size -= 1
+        starts[n] = at
+        n += 1
+        at = min(at + size, end)
+        if at == end:  # of the job
+            end += n_blocks
+    starts[n] = total
+    p[DOWN_BLOCKS], p[N_DOWN] = n_blocks, n
 
 
 @njit(error_model="numpy")
@@ -197,9 +235,9 @@ def plan_jobs(p):
         n = p[JOB_COUNT] if side == ROUTED else p[ALL_JOBS] - p[JOB_COUNT]
         if n != 0:
             width = p[side + WIDTH]
-            p[side + UP_PIECES] = _pieces(p, width * (p[side + GATE] + p[side + UP]), width, 2)
+            p[side + UP_PIECES] = _up_pieces(p, width * (p[side + GATE] + p[side + UP]), width)
             p[N_UP] += n * p[side + UP_PIECES]
-    p[DOWN_PIECES] = _pieces(p, p[D_] * p[ROUTED + DOWN], p[D_], 1)
-    p[N_CHUNKS] = p[N_QUANTISE] + p[N_COPY] + p[N_UP] + p[ALL_JOBS] * p[DOWN_PIECES]
-    zero_bytes(p[COUNTERS], (1 + p[ALL_JOBS] + p[DOWN_PIECES]) * LINE_BYTES)
+    _plan_down(p)
+    p[N_CHUNKS] = p[N_QUANTISE] + p[N_COPY] + p[N_UP] + p[N_DOWN]
+    zero_bytes(p[COUNTERS], (1 + p[ALL_JOBS] + p[DOWN_BLOCKS]) * LINE_BYTES)
     return p[N_CHUNKS]

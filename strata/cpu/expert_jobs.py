@@ -31,7 +31,8 @@ from strata.cpu.expert_record import (
     COUNTERS,
     D_,
     DOWN,
-    DOWN_PIECES,
+    DOWN_BLOCKS,
+    DOWN_STARTS,
     ENTRY_OF,
     ERROR,
     EXPERT,
@@ -94,8 +95,8 @@ from strata.cpu.machine_code import (
 from strata.cpu.pool import dispatch
 
 F = np.float32
-FIRST_LINES = 16
-"""Cache lines that are asked for ahead of a run of rows: what the processor follows by itself starts behind them."""
+FIRST_LINES = 64
+"""Cache lines that are asked for ahead of a run of rows: what kernels ask for themselves starts behind them."""
 
 UNTIL_YIELD = 1024
 """Turns of waiting before the CPU is offered to others: 20 to 50 us."""
@@ -168,23 +169,29 @@ def _activate(p, side, job):
 
 
 @njit(error_model="numpy")
-def _gate_up(p, k):
-    """Some rows of one job's gate and up matrices. Outputs (entries, width) float32 in G and U."""
+def _up_rows(p, k):
+    """Side, job, first and last row of chunk k of gate and up."""
     routed = p[JOB_COUNT] * p[ROUTED + UP_PIECES]
     side, j, piece = ROUTED, p[JOB_COUNT], k - routed
     if k < routed:
         j, piece = k // p[ROUTED + UP_PIECES], k % p[ROUTED + UP_PIECES]
     else:
         side = SHARED
-    n = p[side + UP_PIECES]
+    n, width = p[side + UP_PIECES], p[side + WIDTH]
+    return side, j, piece * width // n, (piece + 1) * width // n
+
+
+@njit(error_model="numpy")
+def _gate_up(p, k):
+    """Some rows of one job's gate and up matrices. Outputs (entries, width) float32 in G and U."""
+    side, j, low, high = _up_rows(p, k)
+    n, width = p[side + UP_PIECES], p[side + WIDTH]
     job = i64_view(p[JOBS] + j * JOB_WORDS * 8, JOB_WORDS)
     line = _job_line(p, j)
     if job[COPY] != 0:
         _await(line + COPIED, 1)
     else:
         _await(p[COUNTERS], p[N_QUANTISE])
-    width = p[side + WIDTH]
-    low, high = piece * width // n, (piece + 1) * width // n
     weights = i64_view(p[side + TABLE] + job[EXPERT] * 24, 3)
     out = (job[FIRST] * width + low) * 4
     ask_for(weights[1] + low * p[side + UP], FIRST_LINES)  # on its way while gate's rows are multiplied
@@ -199,21 +206,31 @@ def _gate_up(p, k):
 
 
 @njit(error_model="numpy")
+def _down_blocks(p, k):
+    """Job, first and last block of chunk k of the down products."""
+    starts = i32_view(p[DOWN_STARTS] + 4 * k, 2)
+    first, n = np.int64(starts[0]), p[DOWN_BLOCKS]
+    j = first // n
+    return j, first - j * n, np.int64(starts[1]) - j * n
+
+
+@njit(error_model="numpy")
 def _down(p, k):
-    """Some rows of one job's down matrix. Output (entries, D) float32 in OUT."""
-    n = p[DOWN_PIECES]
-    j, piece = k // n, k % n
+    """Some blocks of one job's down matrix. Output (entries, D) float32 in OUT."""
+    j, first, last = _down_blocks(p, k)
+    n = p[DOWN_BLOCKS]
     side = ROUTED if j < p[JOB_COUNT] else SHARED
     job = i64_view(p[JOBS] + j * JOB_WORDS * 8, JOB_WORDS)
     _await(_job_line(p, j) + READY, 1)
     D, m = p[D_], side + DOWN
-    low, high = piece * D // n, (piece + 1) * D // n
+    low, high = first * D // n, last * D // n
     w = ld64(p[side + TABLE] + job[EXPERT] * 24 + 16) + low * p[m]
     act = p[side + H] + job[FIRST] * p[m + 3]
     multiply(w, p[m], high - low, act, p[m + 3], job[COUNT], p[side + WIDTH],
              p[side + OUT] + (job[FIRST] * D + low) * 4, D * 4, p[m + 1])  # fmt: skip
-    if fetch_add64(_job_line(p, p[ALL_JOBS] + piece), 1) == p[ALL_JOBS] - 1:
-        combine(p, low, high)
+    for block in range(first, last):
+        if fetch_add64(_job_line(p, p[ALL_JOBS] + block), 1) == p[ALL_JOBS] - 1:
+            combine(p, block * D // n, (block + 1) * D // n)
 
 
 @njit(error_model="numpy")

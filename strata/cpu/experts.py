@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from strata.base.compiled import step
-from strata.cpu.expert_groups import LEAST_CHUNK_BYTES
+from strata.cpu.expert_groups import LEAST_CHUNK_BYTES, MOST_RUN_BYTES
 from strata.cpu.expert_jobs import experts_chunk, run_jobs
 from strata.cpu.expert_record import (
     CHUNK,
     COUNTERS,
     D_,
     DOWN,
+    DOWN_STARTS,
     E_,
     ENTRY_OF,
     ERROR,
@@ -54,9 +55,9 @@ from strata.cpu.expert_record import (
     U,
     Y,
     counter_bytes,
+    starts_bytes,
 )
 from strata.cpu.gemv.table import swiglu_rows
-from strata.cpu.linear import CHUNK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,7 +103,7 @@ def fill_common(record: list, T: int, K: int, D: int, E: int, memory: Memory, po
     """Sizes, pool, and places for grouping, of windows of up to T rows; the side ROUTED is filled before."""
     entries = T * K
     record[T_], record[E_], record[K_], record[D_] = T, E, K, D
-    record[POOL], record[THREADS], record[LEAST], record[MOST] = pool, threads, LEAST_CHUNK_BYTES, CHUNK_BYTES
+    record[POOL], record[THREADS], record[LEAST], record[MOST] = pool, threads, LEAST_CHUNK_BYTES, MOST_RUN_BYTES
     gather = entries * (record[ROUTED + GATE + 3] + record[ROUTED + UP + 3])
     record[ROUTED + GATHER] = memory.scratch("experts.gather", gather)
     record[JOBS] = memory.scratch("experts.jobs", (entries + 1) * JOB_WORDS * 8)
@@ -110,6 +111,7 @@ def fill_common(record: list, T: int, K: int, D: int, E: int, memory: Memory, po
     record[ROW_OF] = memory.scratch("experts.row_of", entries * 4)
     record[SEEN] = memory.scratch("experts.seen", E * 4)
     record[COUNTERS] = memory.scratch("experts.counters", counter_bytes(entries))
+    record[DOWN_STARTS] = memory.scratch("experts.down_starts", starts_bytes(entries, E))
     if not memory.measuring:
         record[CHUNK], record[SWIGLU] = experts_chunk.address, swiglu_rows.address
 

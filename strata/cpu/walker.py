@@ -158,6 +158,17 @@ class WalkList:
         steps[:, 1] = arena.ctypes.data + 8 * np.array(self._starts, np.int64)
         self._steps, self._steps_address, self._arena = steps, steps.ctypes.data, arena
 
+    @property
+    def step_words(self) -> np.ndarray:
+        """(n_steps, 2) int64: function and record addresses, for `walk` in compiled code."""
+        self.freeze()
+        return self._steps
+
+    def record(self, step: int, n_words: int) -> np.ndarray:
+        """(n_words,) int64: a view of a step's argument record."""
+        self.freeze()
+        return self._arena[self._starts[step] : self._starts[step] + n_words]
+
     def run(self) -> int:
         """Run all steps; returns the index of the step that set the error word, or -1."""
         if self._arena is None:

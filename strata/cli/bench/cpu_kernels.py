@@ -21,7 +21,7 @@ from strata.cli.output import Bar
 from strata.cpu.cores import core_facts, usable_cores
 from strata.cpu.pool import Pool
 from strata.cpu.tiers import available_tiers, best_tier
-from strata.kernel_speed import KernelBench, Rates, cold_bytes, reading, wall_seconds
+from strata.kernel_speed import COLUMNS, KernelBench, Rates, cold_bytes, reading, wall_seconds
 from strata.layer_speed import LayerBench
 from strata.pack.formats import FORMATS, by_name
 from strata.planner.machine import Machine
@@ -43,6 +43,7 @@ def command(
     = "",
     tier: Annotated[int | None, typer.Option(help="512, 256 or 0; default: the fastest.")] = None,
     mb: Annotated[int | None, typer.Option(help="MB of weights; default: 4 x the last cache, at least 160.")] = None,
+    columns: Annotated[int, typer.Option(help="Values of a matrix row.")] = COLUMNS,
     repeat: Annotated[int, typer.Option("--repeat", "-r", help="Repeats; medians are reported.")] = 5,
     layer: Annotated[bool, typer.Option("--layer", help="Whole layers of ten experts instead of kernels.")] = False,
     experts: Annotated[str, typer.Option(help="With --layer: GATE_UP/DOWN types, comma-separated.")] = "Q4_K/IQ4_NL",
@@ -55,6 +56,7 @@ def command(
     """
     tier = best_tier() if tier is None else tier
     need(tier in available_tiers(), "this machine does not run the tier", found=tier, needed=f"{available_tiers()}")
+    need(32 <= columns <= 1 << 16, "--columns is out of range", found=columns, needed="32 to 65536")
     need(repeat >= 1, "--repeat is too small", found=repeat, needed=">= 1")
     need(mb is None or 8 <= mb <= 1 << 16, "--mb is out of range", found=mb, needed="8 to 65536")
     n_bytes = cold_bytes() if mb is None else mb << 20
@@ -74,8 +76,11 @@ def command(
         report["threads"] = counts[0]
         names = [t.strip() for t in types.split(",") if t.strip()] or list(ALL_TYPES)
         for name in names:
+            block = by_name(name).block_values
             need(by_name(name).activation != "none", f"{name} matrices have no products")
-        report["kernels"] = _kernels(names, _rows(rows), counts[0], tier, n_bytes, repeat)
+            need(columns % block == 0, f"--columns does not fit {name}", found=columns, needed=f"a multiple of {block}")
+        report["columns"] = columns
+        report["kernels"] = _kernels(names, _rows(rows), counts[0], tier, n_bytes, repeat, columns)
     typer.echo(json.dumps(report, indent=2) if json_ else "\n".join(_text(report)))
 
 
@@ -94,9 +99,10 @@ def _rows(text: str) -> list[int]:
 # ---- measuring
 
 
-def _kernels(names: list[str], rows: list[int], threads: int, tier: int, n_bytes: int, repeat: int) -> list[dict]:
+def _kernels(names: list[str], rows: list[int], threads: int, tier: int, n_bytes: int, repeat: int,
+             columns: int) -> list[dict]:  # fmt: skip
     found: list[dict] = []
-    with KernelBench(tier, threads, n_bytes) as bench, Bar("measuring", "formats") as bar:
+    with KernelBench(tier, threads, n_bytes, columns) as bench, Bar("measuring", "formats") as bar:
         for i, name in enumerate(names):
             bar.update(i, len(names))
             found += [_figures(r) for r in bench.measure(by_name(name), rows, repeat)]
