@@ -27,11 +27,12 @@ from strata.base.errors import (
 if TYPE_CHECKING:
     from strata.base.plan import Plan
     from strata.base.progress import LoadProgress
-    from strata.model import Model, Score, load
+    from strata.model import Model, load
     from strata.planning import plan
     from strata.records import ChatResult, Chunk, Result, Timings, TokenLogprob, Usage
     from strata.runtime.checkpoints import Checkpoint
     from strata.runtime.sampling import SamplingParams
+    from strata.scoring import Score
     from strata.session import Session
     from strata.streams import ChatStream, TextStream
 
@@ -72,11 +73,12 @@ __all__ = [
 _HOMES = {
     "strata.base.plan": ("Plan",),
     "strata.base.progress": ("LoadProgress",),
-    "strata.model": ("Model", "Score", "load"),
+    "strata.model": ("Model", "load"),
     "strata.planning": ("plan",),
     "strata.records": ("ChatResult", "Chunk", "Result", "Timings", "TokenLogprob", "Usage"),
     "strata.runtime.checkpoints": ("Checkpoint",),
     "strata.runtime.sampling": ("SamplingParams",),
+    "strata.scoring": ("Score",),
     "strata.session": ("Session",),
     "strata.streams": ("ChatStream", "TextStream"),
 }

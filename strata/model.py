@@ -5,22 +5,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
-import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from strata.arch import architecture_of
-from strata.base.errors import Closed, DoesNotFit, ModelError, StrataError, need
+from strata.base.errors import Closed, DoesNotFit, ModelError, need
 from strata.base.geometry import Geometry
 from strata.base.plan import Mismatch, Plan
+from strata.base.process import OwnProcess
 from strata.base.program import Allocation
 from strata.base.progress import COMPILING, LoadProgress, listening, report
 from strata.loading import LoadOptions, find_draft_layer, load_draft_layer, make_backend, plan_load
@@ -34,6 +33,7 @@ from strata.runtime.orchestrator import TieredBackend
 from strata.runtime.session import AUTOMATIC_CHECKPOINTS, SessionState
 from strata.runtime.speculation import Speculator, drafting_facts
 from strata.runtime.transfer import Identity
+from strata.scoring import Score, score_tokens
 from strata.session import Prompt, Session
 from strata.spec.drafter import DrafterGuard
 from strata.spec.mtp import MtpDrafter
@@ -46,18 +46,6 @@ log = logging.getLogger("strata")
 
 GIVE_WAY_S = 0.0005
 """How long a thread leaves the backend to others that wait for it: they wake up meanwhile."""
-
-
-@dataclass(frozen=True)
-class Score:
-    """Prediction of a text: tokens predicted, nats per token, perplexity = exp(nats)."""
-
-    tokens: int
-    nats: float
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(self.nats)
 
 
 def load(
@@ -95,8 +83,8 @@ def load(
                  the latter alone; a path to a draft layer; or an object with propose(tokens, k)
     checkpoints  automatic prefix checkpoints a session keeps
     device       "auto": the first GPU if it can be used and holds the model, else the CPU (a GPU that is there and not
-                 used is mentioned once, or is an error if slots, pcie_share or experts ask for it); "cpu"; "cuda" or
-                 "cuda:N": that GPU, or an error that says what is lacking
+                 used is mentioned once, or is an error if vram_gib, slots, pcie_share or experts ask for it); "cpu";
+                 "cuda" or "cuda:N": that GPU, or an error that says what is lacking
     vram_gib     most that is taken of the GPU's memory, the driver's share included; None: what is free
     slots        routed experts that the GPU holds; None: all if they fit, else as many as fit; "all": every one, or
                  DoesNotFit; 0: none. The CPU computes the others
@@ -176,7 +164,7 @@ class Model:
             self.draft_layer = self.draft_layer.without_tensors()  # they are on the device
         self._turn = threading.RLock()
         self._waiting: set[int] = set()  # threads that want it
-        self._pid = os.getpid()
+        self._process = OwnProcess()
         self._pool_lock = threading.RLock()  # around which session holds which state; never held during work
         self.policy = DraftPolicy() if options.drafting else None
         self._guard = None
@@ -263,14 +251,11 @@ class Model:
     @property
     def is_here(self) -> bool:
         """Whether this process loaded the model; a forked child has a copy without its threads."""
-        return os.getpid() == self._pid
+        return self._process.is_here
 
     def need_here(self) -> None:
         """StrataError in another process than the one that loaded the model."""
-        if not self.is_here:
-            raise StrataError("the model was loaded in another process", found=f"process {os.getpid()}",
-                              needed=f"process {self._pid}",
-                              advice="Load it here: its threads and locks do not survive a fork.")  # fmt: skip
+        self._process.need("the model")
 
     def check_file(self) -> None:
         """FileError if experts are read from a file that is no longer as long as it was."""
@@ -332,21 +317,7 @@ class Model:
 
         ids = token_ids(self.tokenize(tokens) if isinstance(tokens, str) else tokens, self.geometry.V, "token list")
         need(len(ids) >= 2, "a score needs a token to predict", found=f"{len(ids)} tokens", needed=">= 2")
-        total = 0.0
-
-        def sink(first: int, rows: np.ndarray) -> None:
-            nonlocal total
-            following = ids[first + 1 : first + 1 + len(rows)]
-            used = rows[: len(following)].astype(np.float64)
-            if len(used) == 0:
-                return
-            top = used.max(axis=1)
-            total += float(
-                (top + np.log(np.exp(used - top[:, None]).sum(axis=1)) - used[np.arange(len(used)), following]).sum()
-            )
-
-        self._default.read_logits(ids, sink, prefill)
-        return Score(len(ids) - 1, total / (len(ids) - 1))
+        return score_tokens(ids, lambda sink: self._default.read_logits(ids, sink, prefill))
 
     def perplexity(self, tokens: Prompt, prefill: str | None = None) -> float:
         """exp of the mean negative log-likelihood of tokens[1:]."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from strata.base.errors import StrataError
+from strata.base.process import OwnProcess
 from strata.records import ChatResult, Chunk, Result, TokenLogprob, timings_of, usage_of
 from strata.runtime.generate import Cancelled, Generation, Step
 from strata.text.stop import TextStop
@@ -43,6 +44,7 @@ class TextStream:
         self._over = False
         self._ended_by: StrataError | None = None
         self._working = threading.RLock()  # held during a piece of work
+        self._process = OwnProcess()
 
     @property
     def pending(self) -> int:
@@ -53,6 +55,7 @@ class TextStream:
         return self
 
     def __next__(self) -> Chunk:
+        self._process.need("the stream")
         while not self._queue:
             with self._working:
                 if self._over:
@@ -103,7 +106,10 @@ class TextStream:
         self._queue.append(Chunk(text, **fields))
 
     def close(self) -> None:
-        """End the generation and free the session; waits for a piece of work that another thread is doing."""
+        """End the generation and free the session; waits for a piece of work that another thread is doing. Does nothing
+        in a forked child, where that thread is not."""
+        if not self._process.is_here:
+            return
         self._over = True
         self._generation.cancel()
         with self._working:

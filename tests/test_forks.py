@@ -12,7 +12,7 @@ from tests.session_probe import write_model
 from tests.test_cli import START_S, environment
 
 _CHILD = """
-import os, sys, threading
+import faulthandler, os, sys, time
 import strata
 from tests.session_probe import Paused, PROMPT, GREEDY, started
 
@@ -22,24 +22,34 @@ model.generate(PROMPT[:3], **GREEDY)
 paused = Paused()
 thread, outcome = started(model.generate, PROMPT, progress=paused, **GREEDY)
 paused.reached.wait(60)  # the thread holds the session and the backend
+stream = other.stream(PROMPT[:5], **GREEDY)
+reader, chunks = started(list, stream)
+while stream._working.acquire(blocking=False):  # until that thread is in the middle of the next chunk
+    stream._working.release()
+    time.sleep(0.001)
 child = os.fork()
 if child == 0:
+    faulthandler.dump_traceback_later(30, exit=True)  # instead of a hang
     for call in (
         lambda: model.generate(PROMPT, wait=True), lambda: other.generate(PROMPT, wait=True), model.session,
         lambda: model.stream(PROMPT), model.stats, lambda: model.logits(PROMPT[:3]), other.checkpoint, other.export,
+        lambda: next(stream), lambda: list(stream), stream.run,
     ):
         try:
             call()
         except strata.StrataError as error:
-            assert "loaded in another process" in str(error) and str(os.getppid()) in str(error), error
+            assert "made in another process" in str(error) and str(os.getppid()) in str(error), error
         else:
             os._exit(3)
+    stream.close()
     other.close()
     model.close()
     sys.exit(7)
 paused.go.set()
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 thread.join()
+reader.join()
+assert len(stream.result.tokens) == 12 and chunks[0][-1].finish_reason == "length"
 assert len(outcome[0].tokens) == 12, outcome
 assert other.generate(PROMPT, **GREEDY).tokens == outcome[0].tokens
 model.close()

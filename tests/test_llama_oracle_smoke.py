@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from strata.base.errors import StrataError
 from tests.oracle.llama import LlamaOracle
 
 # Two next tokens whose logits are closer than this may swap when activations are quantised.
@@ -62,5 +63,5 @@ def test_template_opens_the_answer(oracle):
 
 
 def test_too_long_a_prompt_is_refused(oracle):
-    with pytest.raises(RuntimeError, match="context"):
+    with pytest.raises(StrataError, match="context"):
         oracle.greedy([1] * 3000, 1)

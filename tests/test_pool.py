@@ -302,6 +302,7 @@ SCRIPT = """
     import sys, threading, time, os
     import numpy as np
     sys.path.insert(0, {tests!r})
+    from strata.base.errors import StrataError
     from strata.cpu import pool as module
     from test_pool import OWNER, Pool, last_ns, marks
     def busy(seconds):
@@ -325,7 +326,10 @@ SCRIPT = """
         ("module.CLOSE_AT_EXIT_S = 0.1; pool = busy(60)", 0),
         (
             "pool = Pool(2); assert marks(pool, 100) == 0; child = os.fork(); assert marks(pool, 1000) == 0\n"
-            "if child:\n    assert os.waitpid(child, 0)[1] == 0",
+            "if child:\n    assert os.waitpid(child, 0)[1] == 0\n"
+            "else:\n    for call in (lambda: pool.run(0, 0, 1), pool.wake):\n        try:\n            call()\n"
+            "        except StrataError as error:\n            assert 'worker pool was made in another' in str(error)\n"
+            "        else:\n            os._exit(3)\n    pool.close()",
             0,
         ),
     ],

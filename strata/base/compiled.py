@@ -28,7 +28,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 from numba import config, njit, types
@@ -179,13 +179,18 @@ def is_kept(function: Callable) -> bool | None:
         return False
 
 
-def cached_njit(function: Callable):
+def cached_njit(function: Callable, nogil: bool = True):
     """`njit(nogil, error_model="numpy")` compiled on first call and kept on disk by the rules of this module."""
-    dispatcher = njit(nogil=True, error_model="numpy")(function)
+    dispatcher = njit(nogil=nogil, error_model="numpy")(function)
     files = _cache_for(function)
     if files is not None:
         dispatcher._cache = files
     return dispatcher
+
+
+def held_njit(function: Callable):
+    """As `cached_njit`, but a call keeps the GIL, see `CFunction.held`: for what takes microseconds."""
+    return cached_njit(function, nogil=False)
 
 
 class CFunction:
@@ -231,6 +236,12 @@ class CFunction:
         if self._call is None:
             self._call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * self.n_args)(self.address)
         self._call(*arguments)
+
+    @cached_property
+    def held(self) -> Callable[..., None]:
+        """The same call with the GIL kept, for what takes microseconds: getting the lock back can take milliseconds.
+        Arguments are not checked."""
+        return ctypes.PYFUNCTYPE(None, *[ctypes.c_int64] * self.n_args)(self.address)
 
     def __repr__(self) -> str:
         state = "not compiled" if not self._address else "from disk" if self.from_cache else "compiled"

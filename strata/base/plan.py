@@ -34,6 +34,7 @@ class PlanLine(Allocation):
     later     taken while running, up to this much
     driver    taken by the GPU's driver on our behalf, not by an allocation of ours
     reserve   left free on purpose
+    lent      in memory of another line, which is filled again afterwards: nothing is counted
     """
 
     kind: str = "allocate"

@@ -42,6 +42,7 @@ def plan_table(p: Plan) -> str:
                 "reserve": " (kept free)",
                 "later": " (while running)",
                 "driver": " (driver)",
+                "lent": " (lent)",
                 "map": f" ({_size(line.held_bytes)} held)",
             }.get(line.kind, "")
             out.append(f"  {line.line:<28}{shown:>14}  {line.reason}{mark}")

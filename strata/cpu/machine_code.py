@@ -15,17 +15,31 @@ views      f32_view(addr, n), f64_ i8_ u8_ u16_ i32_ i64_view; two axes: f32_vie
 
 from __future__ import annotations
 
-import platform
-
-import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from strata.base.addresses import (  # noqa: F401  # most of these are here for whoever imports this module
+    MACHINE,
+    as_pointer,
+    at,
+    clock_ns,
+    external,
+    f32_view,
+    f32_view2,
+    f64_view,
+    i8_view,
+    i32_view,
+    i32_view2,
+    i64_view,
+    ld_acquire32,
+    ld_acquire64,
+    u8_view,
+    u16_view,
+)
 from strata.base.errors import StrataError
 
-MACHINE = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
 FUTEX_SYSCALL = {"x86_64": 202, "aarch64": 98}.get(MACHINE)
 if FUTEX_SYSCALL is None:
     raise StrataError(
@@ -33,18 +47,9 @@ if FUTEX_SYSCALL is None:
     )
 
 _FUTEX_WAIT_PRIVATE, _FUTEX_WAKE_PRIVATE = 128, 129
-_CLOCK_MONOTONIC = 1
 
 _i8, _i16, _i32, _i64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 _void = ir.VoidType()
-
-
-def _at(builder, address, ir_type):
-    return builder.inttoptr(address, ir_type.as_pointer())
-
-
-def _extern(builder, name, result, *arguments):
-    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
 
 
 # ---- plain loads and stores --------------------------------------------------------------------------------------
@@ -53,7 +58,7 @@ def _extern(builder, name, result, *arguments):
 def _load(name, ir_type, result, widen=None):
     def typer(typingctx, address):
         def generate(context, builder, signature, arguments):
-            value = builder.load(_at(builder, arguments[0], ir_type), align=1)
+            value = builder.load(at(builder, arguments[0], ir_type), align=1)
             return getattr(builder, widen)(value, _i64) if widen else value
 
         return result(types.int64), generate
@@ -66,7 +71,7 @@ def _store(name, ir_type, value_type, narrow=False):
     def typer(typingctx, address, value):
         def generate(context, builder, signature, arguments):
             value = builder.trunc(arguments[1], ir_type) if narrow else arguments[1]
-            builder.store(value, _at(builder, arguments[0], ir_type), align=1)
+            builder.store(value, at(builder, arguments[0], ir_type), align=1)
             return context.get_dummy_value()
 
         return types.void(types.int64, value_type), generate
@@ -96,7 +101,7 @@ def copy_bytes(typingctx, destination, source, n_bytes):
 
     def generate(context, builder, signature, arguments):
         to, source, count = arguments
-        cgutils.raw_memcpy(builder, _at(builder, to, _i8), _at(builder, source, _i8), count, 1)
+        cgutils.raw_memcpy(builder, at(builder, to, _i8), at(builder, source, _i8), count, 1)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), generate
@@ -105,7 +110,7 @@ def copy_bytes(typingctx, destination, source, n_bytes):
 @intrinsic
 def zero_bytes(typingctx, destination, n_bytes):
     def generate(context, builder, signature, arguments):
-        cgutils.memset(builder, _at(builder, arguments[0], _i8), arguments[1], 0)
+        cgutils.memset(builder, at(builder, arguments[0], _i8), arguments[1], 0)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
@@ -114,21 +119,10 @@ def zero_bytes(typingctx, destination, n_bytes):
 # ---- atomics -----------------------------------------------------------------------------------------------------
 
 
-def _atomic_load(name, ir_type, result, n_bytes):
-    def typer(typingctx, address):
-        def generate(context, builder, signature, arguments):
-            return builder.load_atomic(_at(builder, arguments[0], ir_type), "acquire", n_bytes)
-
-        return result(types.int64), generate
-
-    typer.__name__ = typer.__qualname__ = name
-    return intrinsic(typer)
-
-
 def _atomic_store(name, ir_type, value_type, n_bytes):
     def typer(typingctx, address, value):
         def generate(context, builder, signature, arguments):
-            builder.store_atomic(arguments[1], _at(builder, arguments[0], ir_type), "seq_cst", n_bytes)
+            builder.store_atomic(arguments[1], at(builder, arguments[0], ir_type), "seq_cst", n_bytes)
             return context.get_dummy_value()
 
         return types.void(types.int64, value_type), generate
@@ -140,7 +134,7 @@ def _atomic_store(name, ir_type, value_type, n_bytes):
 def _fetch_add(name, ir_type, value_type):
     def typer(typingctx, address, value):
         def generate(context, builder, signature, arguments):
-            return builder.atomic_rmw("add", _at(builder, arguments[0], ir_type), arguments[1], "seq_cst")
+            return builder.atomic_rmw("add", at(builder, arguments[0], ir_type), arguments[1], "seq_cst")
 
         return value_type(types.int64, value_type), generate
 
@@ -148,8 +142,6 @@ def _fetch_add(name, ir_type, value_type):
     return intrinsic(typer)
 
 
-ld_acquire32 = _atomic_load("ld_acquire32", _i32, types.int32, 4)
-ld_acquire64 = _atomic_load("ld_acquire64", _i64, types.int64, 8)
 st_seq_cst32 = _atomic_store("st_seq_cst32", _i32, types.int32, 4)
 st_seq_cst64 = _atomic_store("st_seq_cst64", _i64, types.int64, 8)
 fetch_add32 = _fetch_add("fetch_add32", _i32, types.int32)
@@ -161,7 +153,7 @@ def ld_seq_cst64(typingctx, address):
     """A load that takes part in the single order of all seq_cst operations (acquire alone does not on aarch64)."""
 
     def generate(context, builder, signature, arguments):
-        return builder.load_atomic(_at(builder, arguments[0], _i64), "seq_cst", 8)
+        return builder.load_atomic(at(builder, arguments[0], _i64), "seq_cst", 8)
 
     return types.int64(types.int64), generate
 
@@ -171,7 +163,7 @@ def compare_exchange64(typingctx, address, expected, new):
     """Write `new` if the word is `expected`; returns what was there."""
 
     def generate(context, builder, signature, arguments):
-        pair = builder.cmpxchg(_at(builder, arguments[0], _i64), arguments[1], arguments[2], "seq_cst", "seq_cst")
+        pair = builder.cmpxchg(at(builder, arguments[0], _i64), arguments[1], arguments[2], "seq_cst", "seq_cst")
         return builder.extract_value(pair, 0)
 
     return types.int64(types.int64, types.int64, types.int64), generate
@@ -186,9 +178,9 @@ def pause(typingctx):
 
     def generate(context, builder, signature, arguments):
         if MACHINE == "x86_64":
-            builder.call(_extern(builder, "llvm.x86.sse2.pause", _void), [])
+            builder.call(external(builder, "llvm.x86.sse2.pause", _void), [])
         else:
-            builder.call(_extern(builder, "llvm.aarch64.hint", _void, _i32), [ir.Constant(_i32, 1)])
+            builder.call(external(builder, "llvm.aarch64.hint", _void, _i32), [ir.Constant(_i32, 1)])
         return context.get_dummy_value()
 
     return types.void(), generate
@@ -199,14 +191,14 @@ def yield_cpu(typingctx):
     """Let another thread that waits for this CPU run (sched_yield)."""
 
     def generate(context, builder, signature, arguments):
-        builder.call(_extern(builder, "sched_yield", _i32), [])
+        builder.call(external(builder, "sched_yield", _i32), [])
         return context.get_dummy_value()
 
     return types.void(), generate
 
 
 def _futex(builder, address, operation, value):
-    syscall = _extern(builder, "syscall", _i64, *[_i64] * 7)
+    syscall = external(builder, "syscall", _i64, *[_i64] * 7)
     zero = ir.Constant(_i64, 0)
     number, operation = ir.Constant(_i64, FUTEX_SYSCALL), ir.Constant(_i64, operation)
     return builder.call(syscall, [number, address, operation, builder.zext(value, _i64), zero, zero, zero])
@@ -277,24 +269,6 @@ def call8(typingctx, function, a, b, c, d, e, f, g, h):
     return types.void(*[types.int64] * 9), _generate_call
 
 
-# ---- clock -------------------------------------------------------------------------------------------------------
-
-
-@intrinsic
-def clock_ns(typingctx):
-    """Monotonic time in ns (clock_gettime: about 20 ns a call). The cycle counter is not readable on every aarch64."""
-
-    def generate(context, builder, signature, arguments):
-        clock = _extern(builder, "clock_gettime", _i32, _i32, _i64.as_pointer())
-        words = cgutils.alloca_once(builder, ir.ArrayType(_i64, 2))
-        seconds, nanoseconds = (cgutils.gep_inbounds(builder, words, 0, k) for k in (0, 1))
-        builder.call(clock, [ir.Constant(_i32, _CLOCK_MONOTONIC), seconds])
-        whole = builder.mul(builder.load(seconds), ir.Constant(_i64, 1_000_000_000))
-        return builder.add(whole, builder.load(nanoseconds))
-
-    return types.int64(), generate
-
-
 # ---- float control -----------------------------------------------------------------------------------------------
 
 FLUSH_BITS = 0x8040 if MACHINE == "x86_64" else (1 << 24) | (1 << 19)
@@ -309,9 +283,9 @@ def float_control(typingctx):
         if MACHINE == "x86_64":
             word = cgutils.alloca_once(builder, _i32)
             place = builder.bitcast(word, _i8.as_pointer())
-            builder.call(_extern(builder, "llvm.x86.sse.stmxcsr", _void, _i8.as_pointer()), [place])
+            builder.call(external(builder, "llvm.x86.sse.stmxcsr", _void, _i8.as_pointer()), [place])
             return builder.zext(builder.load(word), _i64)
-        return builder.call(_extern(builder, "llvm.aarch64.get.fpcr", _i64), [])
+        return builder.call(external(builder, "llvm.aarch64.get.fpcr", _i64), [])
 
     return types.int64(), generate
 
@@ -322,9 +296,9 @@ def set_float_control(typingctx, value):
         if MACHINE == "x86_64":
             word = cgutils.alloca_once_value(builder, builder.trunc(arguments[0], _i32))
             place = builder.bitcast(word, _i8.as_pointer())
-            builder.call(_extern(builder, "llvm.x86.sse.ldmxcsr", _void, _i8.as_pointer()), [place])
+            builder.call(external(builder, "llvm.x86.sse.ldmxcsr", _void, _i8.as_pointer()), [place])
         else:
-            builder.call(_extern(builder, "llvm.aarch64.set.fpcr", _void, _i64), [arguments[0]])
+            builder.call(external(builder, "llvm.aarch64.set.fpcr", _void, _i64), [arguments[0]])
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
@@ -337,61 +311,3 @@ def exact_floats():
     if before & FLUSH_BITS:
         set_float_control(before & ~FLUSH_BITS)
     return before
-
-
-# ---- array views -------------------------------------------------------------------------------------------------
-
-
-@intrinsic
-def as_pointer(typingctx, address):
-    def generate(context, builder, signature, arguments):
-        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
-
-    return types.voidptr(types.int64), generate
-
-
-@njit
-def f32_view(address, n):
-    """(n,) float32 array over memory at `address`; nothing is allocated, the memory's owner must outlive it."""
-    return carray(as_pointer(address), (n,), np.float32)
-
-
-@njit
-def f64_view(address, n):
-    return carray(as_pointer(address), (n,), np.float64)
-
-
-@njit
-def i8_view(address, n):
-    return carray(as_pointer(address), (n,), np.int8)
-
-
-@njit
-def u8_view(address, n):
-    return carray(as_pointer(address), (n,), np.uint8)
-
-
-@njit
-def u16_view(address, n):
-    return carray(as_pointer(address), (n,), np.uint16)
-
-
-@njit
-def i32_view(address, n):
-    return carray(as_pointer(address), (n,), np.int32)
-
-
-@njit
-def i64_view(address, n):
-    return carray(as_pointer(address), (n,), np.int64)
-
-
-@njit
-def f32_view2(address, rows, cols):
-    """(rows, cols) float32, C order."""
-    return carray(as_pointer(address), (rows, cols), np.float32)
-
-
-@njit
-def i32_view2(address, rows, cols):
-    return carray(as_pointer(address), (rows, cols), np.int32)

@@ -29,6 +29,7 @@ from numba import njit
 
 from strata.base.compiled import cached_njit
 from strata.base.errors import Closed, StrataError, need
+from strata.base.process import OwnProcess
 from strata.cpu.cores import core_facts, default_threads, one_cpu_per_core
 from strata.cpu.machine_code import (
     call3,
@@ -270,6 +271,7 @@ class Pool:
         need(not pin or threads <= len(cpus), "pinned threads need a physical core each", found=f"{threads} threads",
              needed=f"at most {len(cpus)}", advice="Use fewer threads or pin=False.")  # fmt: skip
         self.threads = threads
+        self._process = OwnProcess()
         self._words = _control_words()
         self._address = self._words.ctypes.data
         self._words[THREADS // 8] = threads
@@ -314,6 +316,7 @@ class Pool:
 
     def run(self, function: int, desc: int, n_chunks: int) -> None:
         """Run void function(desc, chunk, n_chunks), given by address (or a `chunk` function), for every chunk."""
+        self._process.need("the worker pool")
         if self.closed:
             raise Closed("the worker pool was closed")
         need(0 <= n_chunks <= FIELD - 2048, "n_chunks is out of range", found=n_chunks, needed="0 to 2^31 - 2049")
@@ -321,6 +324,7 @@ class Pool:
 
     def wake(self) -> None:
         """Get sleeping workers to poll for one spin budget, ahead of work that will come soon."""
+        self._process.need("the worker pool")
         if self.closed:
             raise Closed("the worker pool was closed")
         _wake(self._address)

@@ -18,6 +18,8 @@ from strata.base.geometry import NgramGeometry
 from strata.pack.formats import BlockFormat
 from strata.pack.gguf_file import GgufFile
 from strata.pack.ngram_check import check_table
+from strata.pack.ngram_held import MOST_IDS as MOST_HELD
+from strata.pack.ngram_held import hash_few, keep_few, look_up_few, spread_few
 from strata.pack.ngram_jobs import (
     CANCELLED,
     ERROR,
@@ -160,7 +162,7 @@ class NgramTable:
         if max(prev1, prev2) >= limit:
             raise BadArgument("token before the window", found=max(prev1, prev2), needed=f"below {limit}")
         out = np.empty((tokens.size, g.heads), np.int64)
-        bad = hash_rows(
+        bad = (hash_few if out.size <= MOST_HELD else hash_rows)(
             tokens,
             prev1,
             prev2,
@@ -207,7 +209,7 @@ class NgramTable:
             if ticket.reads:
                 if self.reader is not None:
                     self._sweep()
-                    keep_rows(ticket.n_unique, b.unique, b.landed, *self._cache, b.staging)
+                    _keep(ticket.n_unique, b.unique, b.landed, *self._cache, b.staging)
                 else:
                     read_rows(ticket.n_unique, b.unique, b.landed, self._table, *self._cache, b.staging)
                 wait_us = (time.perf_counter_ns() - start_ns) * 1e-3
@@ -294,7 +296,7 @@ class NgramTable:
             stats.errors += b.state == FAILED
             if b.delivered:
                 if b.state == LANDED_ALL:
-                    keep_rows(b.n_unique, b.unique, b.landed, *self._cache, b.staging)
+                    _keep(b.n_unique, b.unique, b.landed, *self._cache, b.staging)
                 self._give_back(b)
 
     def _wait(self, b: Buffers) -> None:
@@ -328,8 +330,10 @@ class NgramTable:
             need(flat.size <= MOST_IDS, "n-gram row ids of one call", found=flat.size, needed=f"up to {MOST_IDS}")
             self._sweep()
         b = self._take(flat.size)
-        n = look_up(flat, self.rows, b.places, b.index[: flat.size], b.unique, b.landed, self._keys, self._used,
-                    self._cached, b.staging, self._counts)  # fmt: skip
+        n = (look_up_few if flat.size <= MOST_HELD else look_up)(
+            flat, self.rows, b.places, b.index[: flat.size], b.unique, b.landed, self._keys, self._used, self._cached,
+            b.staging, self._counts,
+        )  # fmt: skip
         if n < 0:
             self._give_back(b)
             raise FileError(
@@ -361,6 +365,11 @@ class NgramTable:
         self._free.setdefault(buffers.index.size, []).append(buffers)
 
 
+def _keep(n: int, *places: np.ndarray) -> None:
+    """`keep_rows` of n rows."""
+    (keep_few if n <= MOST_HELD else keep_rows)(n, *places)
+
+
 def _integers(values: np.ndarray, axes: int, what: str, shape: str) -> np.ndarray:
     """`values` as contiguous int64; floats are refused rather than truncated."""
     array = np.asarray(values)
@@ -376,7 +385,12 @@ def _spreader(block: BlockFormat, half: np.ndarray) -> Spread:
     """spread(staging, index, n_unique, out): row index[i] of `staging`, dequantised, to out[i] (n, row_width)."""
     kind = KINDS.get(block.name)
     if kind is not None:
-        return lambda staging, index, n, out: spread_rows(kind, staging, index, half, _IQ4_NL_LEVELS, out)
+
+        def spread(staging: np.ndarray, index: np.ndarray, n: int, out: np.ndarray) -> None:
+            few = index.size <= MOST_HELD
+            (spread_few if few else spread_rows)(kind, staging, index, half, _IQ4_NL_LEVELS, out)
+
+        return spread
 
     def through_format(staging: np.ndarray, index: np.ndarray, n: int, out: np.ndarray) -> None:
         np.take(block.dequantise(staging[:n]), index, axis=0, out=out)

@@ -18,25 +18,10 @@ import errno
 
 import numpy as np
 
+from strata.base.addresses import clock_ns, f32_view2, i32_view, i64_view, ld_acquire64, st_release64, u8_view2
 from strata.base.compiled import cached_njit
 from strata.pack.ngram_rows import spread_bytes, spread_f16, spread_iq4_nl, spread_q8_0
-from strata.pack.ngram_words import (
-    EINTR,
-    byte_rows,
-    clock_ns,
-    completed,
-    floats,
-    ints,
-    last_error,
-    load_acquire,
-    longs,
-    read_at,
-    receive,
-    send,
-    sleep_us,
-    store_release,
-    submit,
-)
+from strata.pack.ngram_words import EINTR, completed, last_error, read_at, receive, send, sleep_us, submit
 
 READ_BYTES = 4096
 """Bytes of one read: the smallest that every disk's unbuffered reads allow."""
@@ -118,7 +103,7 @@ def take_page(job, p, buffer, got, fault, spec):
 
     Returns 0, an errno, or SHORT - n for n bytes where the file should have more.
     """
-    start = longs(job[PAGES], p + 1)[p] * READ_BYTES
+    start = i64_view(job[PAGES], p + 1)[p] * READ_BYTES
     wanted = min(READ_BYTES, spec[FILE_BYTES] - start)
     if fault == _FAIL:
         return np.int64(_EIO)
@@ -128,11 +113,11 @@ def take_page(job, p, buffer, got, fault, spec):
         return -got
     if got < wanted:
         return SHORT - got
-    row_bytes, page = spec[ROW_BYTES], byte_rows(buffer, 1, READ_BYTES)[0]
-    first = ints(job[FIRST], p + 2)
-    entries = ints(job[ENTRIES], first[p + 1])
-    unique = longs(job[UNIQUE], job[N_ROWS])
-    staging = byte_rows(job[STAGING], job[N_ROWS], row_bytes)
+    row_bytes, page = spec[ROW_BYTES], u8_view2(buffer, 1, READ_BYTES)[0]
+    first = i32_view(job[FIRST], p + 2)
+    entries = i32_view(job[ENTRIES], first[p + 1])
+    unique = i64_view(job[UNIQUE], job[N_ROWS])
+    staging = u8_view2(job[STAGING], job[N_ROWS], row_bytes)
     for e in range(first[p], first[p + 1]):
         row_start = spec[TABLE_OFFSET] + unique[entries[e]] * row_bytes - start
         for b in range(max(row_start, 0), min(row_start + row_bytes, READ_BYTES)):
@@ -144,7 +129,7 @@ def take_page(job, p, buffer, got, fault, spec):
 def note_failure(job, p, status):
     """Names page p as the reason why a job failed; status as of `take_page`."""
     job[ERROR] = status if status > 0 else SHORT
-    job[ERROR_AT] = longs(job[PAGES], p + 1)[p] * READ_BYTES
+    job[ERROR_AT] = i64_view(job[PAGES], p + 1)[p] * READ_BYTES
     job[ERROR_BYTES] = SHORT - status if status < 0 else 0
 
 
@@ -177,9 +162,9 @@ def read_pages(requests, results, buffer, words, spec):
     """
     record = words.ctypes.data
     while receive(requests, record, 16) == 16:
-        job = longs(words[0], JOB_WORDS)
+        job = i64_view(words[0], JOB_WORDS)
         p, fault = words[1] & _PAGE_MASK, words[1] >> _PAGE_BITS
-        start = longs(job[PAGES], p + 1)[p] * READ_BYTES
+        start = i64_view(job[PAGES], p + 1)[p] * READ_BYTES
         be_slow(spec)
         got = read_at(spec[FD], buffer, READ_BYTES, start)
         if got < 0:
@@ -213,12 +198,12 @@ def _submit_all(queue, n, pointers):
 @cached_njit
 def _read_queued(at, spec, words):
     """Reads the pages of a job through the system's queue; False after a failure, which the job then names."""
-    job, depth = longs(at, JOB_WORDS), spec[DEPTH]
+    job, depth = i64_view(at, JOB_WORDS), spec[DEPTH]
     pointers, events = words[_IOCB_WORDS * depth :], words[(_IOCB_WORDS + 1) * depth :]
     free, page_of = words[(SCRATCH_WORDS - 2) * depth :], words[(SCRATCH_WORDS - 1) * depth :]
     for slot in range(depth):
         free[slot] = slot
-    pages = longs(job[PAGES], job[N_PAGES])
+    pages = i64_view(job[PAGES], job[N_PAGES])
     n_pages, asked, back, n_free, good = job[N_PAGES], 0, 0, depth, True
     while back < asked or (good and asked < n_pages):
         more = min(n_free, n_pages - asked) if good else 0
@@ -251,7 +236,7 @@ def _read_queued(at, spec, words):
                 good = False
                 note_failure(job, p, status)
         job[READS] = back
-        if good and load_acquire(at + 8 * CANCELLED):
+        if good and ld_acquire64(at + 8 * CANCELLED):
             good = False
             job[ERROR] = STOPPED
     return good
@@ -260,7 +245,7 @@ def _read_queued(at, spec, words):
 @cached_njit
 def _read_by_workers(at, requests, results, spec, words):
     """Reads the pages of a job through the workers; False after a failure, which the job then names."""
-    job = longs(at, JOB_WORDS)
+    job = i64_view(at, JOB_WORDS)
     record, n_pages, asked, back, good = words.ctypes.data, job[N_PAGES], 0, 0, True
     while back < asked or (good and asked < n_pages):
         more = min(spec[DEPTH] - (asked - back), n_pages - asked) if good else 0
@@ -280,7 +265,7 @@ def _read_by_workers(at, requests, results, spec, words):
                 good = False
                 note_failure(job, words[2 * i], words[2 * i + 1])
         job[READS] = back
-        if good and load_acquire(at + 8 * CANCELLED):
+        if good and ld_acquire64(at + 8 * CANCELLED):
             good = False
             job[ERROR] = STOPPED
     return good
@@ -309,20 +294,20 @@ def serve_jobs(commands, requests, results, spec, half, levels, words):
     record = words.ctypes.data
     while receive(commands, record, 8) == 8:
         at = words[0]
-        job = longs(at, JOB_WORDS)
+        job = i64_view(at, JOB_WORDS)
         n, rows = job[N_ROWS], job[CAPACITY]
-        good = load_acquire(at + 8 * CANCELLED) == 0
+        good = ld_acquire64(at + 8 * CANCELLED) == 0
         if good:
             job[N_PAGES], job[N_ENTRIES] = plan_pages(
                 n,
-                longs(job[UNIQUE], n),
-                byte_rows(job[LANDED], 1, n)[0],
+                i64_view(job[UNIQUE], n),
+                u8_view2(job[LANDED], 1, n)[0],
                 spec[TABLE_OFFSET],
                 spec[ROW_BYTES],
-                longs(job[ORDER], n),
-                longs(job[PAGES], rows),
-                ints(job[FIRST], rows + 1),
-                ints(job[ENTRIES], rows),
+                i64_view(job[ORDER], n),
+                i64_view(job[PAGES], rows),
+                i32_view(job[FIRST], rows + 1),
+                i32_view(job[ENTRIES], rows),
             )
             if spec[QUEUE]:
                 good = _read_queued(at, spec, words)
@@ -333,26 +318,26 @@ def serve_jobs(commands, requests, results, spec, half, levels, words):
         if good and job[OUT]:
             spread_rows(
                 spec[KIND],
-                byte_rows(job[STAGING], n, spec[ROW_BYTES]),
-                ints(job[INDEX], job[N_IDS]),
+                u8_view2(job[STAGING], n, spec[ROW_BYTES]),
+                i32_view(job[INDEX], job[N_IDS]),
                 half,
                 levels,
-                floats(job[OUT], job[N_IDS], spec[OUT_WIDTH]),
+                f32_view2(job[OUT], job[N_IDS], spec[OUT_WIDTH]),
             )
-        job[FINISHED_NS] = clock_ns(record)
+        job[FINISHED_NS] = clock_ns()
         if job[DONE]:
-            store_release(job[DONE], job[VALUE] if good else -job[VALUE])
-        store_release(at + 8 * STATE, LANDED_ALL if good else FAILED)
+            st_release64(job[DONE], job[VALUE] if good else -job[VALUE])
+        st_release64(at + 8 * STATE, LANDED_ALL if good else FAILED)
 
 
 @cached_njit
 def wait_for(at, most_us):
     """STATE of a job once it is not RUNNING any more, or RUNNING after `most_us`."""
     waited = 0
-    state = load_acquire(at + 8 * STATE)
+    state = ld_acquire64(at + 8 * STATE)
     while state == RUNNING and waited < most_us:
         us = min(20 + waited // 8, 200)
         sleep_us(us)
         waited += us
-        state = load_acquire(at + 8 * STATE)
+        state = ld_acquire64(at + 8 * STATE)
     return state

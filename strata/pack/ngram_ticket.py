@@ -94,8 +94,21 @@ def ticket_bytes(n_ids: int, row_bytes: int, direct: bool) -> int:
     return n_bytes
 
 
+LEAST_CAPACITY = 16
+
+
 def capacity_of(n_ids: int) -> int:
-    return 1 << max(4, (n_ids - 1).bit_length())
+    return max(LEAST_CAPACITY, 1 << (n_ids - 1).bit_length())
+
+
+def kept_ticket_bytes(n_ids: int, row_bytes: int, direct: bool) -> int:
+    """Memory of all tickets of a table that is asked for up to `n_ids` rows at once, with the ids of the largest: one
+    of every capacity, since they are kept for later."""
+    capacity, n_bytes = capacity_of(n_ids), 8 * n_ids
+    while capacity >= LEAST_CAPACITY:
+        n_bytes += ticket_bytes(capacity, row_bytes, direct)
+        capacity //= 2
+    return n_bytes
 
 
 class Ticket:

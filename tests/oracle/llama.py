@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import http.client
 import json
-import shutil
 import socket
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+
+from strata.llama_server import LlamaServer
 
 EVERY_TOKEN = 1 << 30
 """More candidates than any vocabulary has: the server then reports all of them."""
@@ -47,53 +47,16 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock.connect(self._path)
 
 
-class LlamaOracle:
-    """A GGUF model (first shard) in llama.cpp on the CPU. Use as a context manager, or call close().
-
-    context  cells for prompt and answer
-    threads  of the computation; results do not depend on them, speed does
-    """
+class LlamaOracle(LlamaServer):
+    """A GGUF model (first shard) in llama.cpp on the CPU. Use as a context manager, or call close()."""
 
     def __init__(self, path: str | Path, context: int = 1024, threads: int = 2):
-        import xllamacpp
-
-        self._folder = tempfile.mkdtemp(prefix="llama-")
-        params = xllamacpp.CommonParams()
-        params.model.path = str(path)
-        params.n_ctx = context
-        params.n_parallel = 1
-        params.n_gpu_layers = 0
-        params.cpuparams.n_threads = threads
-        params.cpuparams_batch.n_threads = threads
-        params.warmup = False
-        params.fit_params = False
-        params.cache_ram_mib = 0
-        params.verbosity = 0
-        params.hostnames = [str(Path(self._folder) / "llama.sock")]
-        try:
-            self._server = xllamacpp.Server(params)
-        except RuntimeError:
-            self.close()
-            raise
-
-    def __enter__(self) -> LlamaOracle:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Stop the server and remove its socket."""
-        self._server = None
-        shutil.rmtree(self._folder, ignore_errors=True)
+        super().__init__(path, context, threads)
 
     def _complete(self, prompt: str | list[int], n: int, n_top: int) -> tuple[list[dict], str]:
         request = {"n_predict": n, "temperature": 0, "n_probs": max(n_top, 1), "cache_prompt": False}
         request["prompt"] = prompt if isinstance(prompt, str) else [int(t) for t in prompt]
-        reply = self._server.handle_completions(request)
-        if "error" in reply:
-            raise RuntimeError(f"llama.cpp: {reply['error']['message']}")
-        choice = reply["choices"][0]
+        choice = self.complete(request)["choices"][0]
         return choice["logprobs"]["content"], choice["text"]
 
     def greedy(self, prompt: str | list[int], n: int, n_top: int = 1) -> Generation:
@@ -115,7 +78,7 @@ class LlamaOracle:
         return values
 
     def _post(self, route: str, body: dict) -> dict:
-        connection = _UnixConnection(str(Path(self._folder) / "llama.sock"))
+        connection = _UnixConnection(str(self.socket))
         try:
             connection.request("POST", route, json.dumps(body), {"Content-Type": "application/json"})
             reply = json.loads(connection.getresponse().read())
