@@ -14,6 +14,7 @@ import numpy as np
 
 from strata.base.errors import BadArgument, DoesNotFit, StrataError, need
 from strata.base.geometry import CONTEXT_RESERVE, Geometry
+from strata.base.numbers import real_number, whole_number
 from strata.base.plan import MIB, Plan
 from strata.base.program import ProgramSet
 from strata.cpu.backend import CpuBackend
@@ -64,14 +65,13 @@ class LoadOptions:
     profile: Any = None
 
     def __post_init__(self) -> None:
-        for name in ("context", "sessions", "threads", "checkpoints", "slots"):
-            value = getattr(self, name)
-            if isinstance(value, np.integer):
-                object.__setattr__(self, name, int(value))
-        for name in ("vram_gib", "pcie_share"):
-            value = getattr(self, name)
-            if isinstance(value, np.integer | np.floating):
-                object.__setattr__(self, name, value.item())
+        # Numbers of other libraries become Python's own; what is none stays, to be refused by its name.
+        for names, number_of in ((("context", "sessions", "threads", "checkpoints", "slots"), whole_number),
+                                 (("vram_gib", "pcie_share"), real_number)):  # fmt: skip
+            for name in names:
+                number = number_of(getattr(self, name))
+                if number is not None:
+                    object.__setattr__(self, name, number)
 
     def validate(self) -> None:
         """Raise BadArgument for the first option out of its range."""
@@ -83,17 +83,19 @@ class LoadOptions:
         for name, least in (("sessions", 1), ("context", 1), ("threads", 1), ("checkpoints", 0)):
             value = getattr(self, name)
             if value is not None or name not in ("context", "threads"):
-                good = isinstance(value, int) and not isinstance(value, bool) and value >= least
+                number = whole_number(value)
+                good = number is not None and number >= least
                 need(good, f"{name} is out of range", found=repr(value), needed=f"an integer >= {least}")
         check_device_name(self.device)
-        whole = isinstance(self.slots, int) and not isinstance(self.slots, bool) and self.slots >= 0
-        need(self.slots in (None, "all") or whole, "slots is out of range", found=repr(self.slots),
+        some = None if isinstance(self.slots, str) else whole_number(self.slots)
+        named = self.slots is None or (isinstance(self.slots, str) and self.slots == "all")
+        need(named or (some is not None and some >= 0), "slots is out of range", found=repr(self.slots),
              needed='None, "all" or an integer >= 0')  # fmt: skip
         need(self.experts in EXPERT_MODES, "experts is unknown", found=repr(self.experts),
              needed=", ".join(EXPERT_MODES))  # fmt: skip
-        share = self.pcie_share
-        number = isinstance(share, int | float) and not isinstance(share, bool) and 0 <= share <= 1
-        need(share is None or number, "pcie_share is out of range", found=repr(share), needed="None, or 0 to 1")
+        share = real_number(self.pcie_share)
+        need(self.pcie_share is None or (share is not None and 0 <= share <= 1), "pcie_share is out of range",
+             found=repr(self.pcie_share), needed="None, or 0 to 1")  # fmt: skip
         need(self.profile != "", "profile is empty", found="''", needed="a path, or None")
         known = self.profile is None or isinstance(self.profile, str | Path | ExpertProfile)
         need(known, "profile is unusable", found=repr(self.profile), needed="a path or an ExpertProfile")
@@ -167,7 +169,8 @@ def plan_load(gguf: GgufFile, g: Geometry, o: LoadOptions, source: Path | None) 
 def _plan_gpu(facts: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, gguf: GgufFile) -> Plan | None:
     """The plan on a card.
 
-    What device="auto" cannot have is said once and becomes None; otherwise, and with options of experts, it raises.
+    What device="auto" cannot have is said once and becomes None; otherwise, and with options that only a GPU has, it
+    raises.
     """
     try:
         problem = device_problem(gpu)
@@ -180,7 +183,7 @@ def _plan_gpu(facts: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, ggu
             made = with_chunk(made, gguf, facts.geometry)
     except StrataError as error:
         # What was asked for, and the CPU does not have, must not get lost on the way to it.
-        asked = o.slots or o.pcie_share or o.experts in ("pinned", "resident")
+        asked = o.vram_gib is not None or o.slots or o.pcie_share or o.experts in ("pinned", "resident")
         if o.device != "auto" or asked:
             raise
         _warn_once(f"{gpu.name} is here, but this load computes on the CPU: {error}")
@@ -207,7 +210,7 @@ def _plan_every_expert(facts: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOpt
 
 
 def _plan_shared(facts: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, gguf: GgufFile) -> Plan:
-    """The plan with a part of the experts in VRAM. A prefill chunk takes the place of some of them."""
+    """The plan with a part of the experts in VRAM. A prefill chunk borrows the place of some of them."""
     if facts.split is None:
         raise BadArgument(
             f"{facts.name} has float experts, which cannot be shared with the CPU",
@@ -313,7 +316,7 @@ def _tiered(
     shared = Orchestrator(device, tensors, experts, g.K, setup)
     try:
         return TieredBackend(tensors, g, programs, shared, ngram_cache_rows=p.ngram_cache_rows, ngram=p.ngram,
-                             draft_ids=draft_ids)  # fmt: skip
+                             draft_ids=draft_ids, lends=any(line.kind == "lent" for line in p.lines))  # fmt: skip
     except BaseException:
         shared.quiet()
         device.close()  # before what it reads

@@ -17,11 +17,20 @@ from strata.gpu.chunk_memory import Area, lives, place
 from strata.gpu.chunk_plan import CHUNKS, ChunkPrices, arena_of, chunk_problem, largest_chunk
 from strata.gpu.memory import MADE_UP, Memory, aligned
 from strata.gpu.prefill_ops import CHUNK_LOWERING
+from strata.gpu.slots import ExpertSlots
 from strata.gpu.weights import Weights
 from strata.pack.experts import expert_layout
 from strata.pack.gguf_file import GgufFile
 from strata.pack.tensors import Tensors
-from strata.planner.chunks import SLOT_SHARE, largest_for, paid_with_slots
+from strata.planner.chunks import (
+    KEPT_SLOTS,
+    LASTING_SHARE,
+    LENT_SHARE,
+    SLOT_SHARE,
+    largest_for,
+    lendable_bytes,
+    paid_with_slots,
+)
 from strata.planner.machine import Machine
 from strata.planner.memory import facts_of, plan
 from strata.planner.options import PlanOptions
@@ -173,3 +182,33 @@ def test_a_chunk_is_paid_with_slots(tmp_path):
     assert made.total_bytes("vram") <= made.free_bytes["vram"]
     o = replace(o, prefill="windows")
     assert paid_with_slots(lambda options: plan(facts, machine, options), o, gguf, g) == windows
+
+
+CARDS = [("RTX 5070", None), ("RTX 4060", None), ("RTX 5070", 3000), ("RTX 5070", 100)]
+
+
+@pytest.mark.parametrize(("card", "slots"), CARDS)
+def test_a_chunk_borrows_slots(tmp_path, card, slots):
+    """All experts are in RAM: a chunk's buffers lie in slots, few of which it takes for good; some are never lent."""
+    gguf = GgufFile(make_release(tmp_path, "IQ3_XXS"))
+    g = read_geometry(gguf)
+    facts, machine = facts_of(gguf, g, None), Machine.describe(gpu=card)
+    o = PlanOptions(device="cuda:0", context=16384, slots=slots)
+    windows = plan(facts, machine, replace(o, prefill="windows"))
+    made = paid_with_slots(lambda options: plan(facts, machine, options), o, gguf, g)
+    assert windows.experts == made.experts == "mapped" and made.fits
+    if slots == 100:
+        assert lendable_bytes(windows) == 0 and not any(line.kind == "lent" for line in made.lines)
+        return
+    loan, own = made.line("prefill loan"), made.line("prefill buffers")
+    cache = sum(n * size for n, size in zip(made.slots, made.slot_bytes, strict=True))
+    assert made.prefill_rows >= 2048 and (loan.kind, loan.held_bytes) == ("lent", 0)
+    assert own.n_bytes < loan.n_bytes <= lendable_bytes(made) <= min(LENT_SHARE * cache, cache - KEPT_SLOTS)
+    assert made.n_slots == slots if slots else made.n_slots > (1 - 2 * LASTING_SHARE) * windows.n_slots
+    assert made.total_bytes("vram") <= made.free_bytes["vram"]
+    spare = {"vram": 1 << 40, "ram": 1 << 40, "lent": loan.n_bytes}
+    of = largest_for(gguf, g, made.context, made.kv, spare, made.slots)
+    assert (of.rows, of.lendable, of.lasting) == (made.prefill_rows, loan.n_bytes, own.n_bytes)
+    held = ExpertSlots(expert_layout(gguf, g.L), made.slots, by_table=True)
+    held.join_tail(loan.n_bytes)
+    assert loan.n_bytes <= held.tail_bytes <= loan.n_bytes + 2 * sum(made.slot_bytes)

@@ -15,6 +15,7 @@ from strata.cli import doctor as doctor_cli
 from strata.cpu import tiers
 from strata.planner import health, machine, probes
 from strata.planner.cards import GIB, card_by_name, find_card, known_cards, link_gbps
+from strata.planner.cuda_context import context_bytes, has_context
 from strata.planner.machine import Machine
 from strata.planner.nvml import read_gpus
 
@@ -251,6 +252,10 @@ class _FakeDriver:
         major._obj.value, minor._obj.value = 12, 0
         return 0
 
+    def _nvmlDeviceGetNumGpuCores(self, handle, cores):
+        cores._obj.value = 6144
+        return 0
+
     def _nvmlDeviceGetMaxPcieLinkGeneration(self, handle, value):
         value._obj.value = 5
         return 0
@@ -267,6 +272,37 @@ def test_gpu_facts_come_from_the_driver():
     assert (gpu.name, gpu.capability, gpu.link) == ("NVIDIA GeForce RTX 5070", (12, 0), (5, 8))
     facts = machine._gpu_facts(gpu)
     assert facts.vram_gbps == 672 and facts.rates_known and facts.link_gbps == pytest.approx(link_gbps(5, 8))
+    assert gpu.multiprocessors == facts.multiprocessors == 48
+    (silent,) = read_gpus(_FakeDriver(["nvmlDeviceGetNumGpuCores"])).gpus
+    assert silent.multiprocessors is None and machine._gpu_facts(silent).multiprocessors == 48, "known by name"
+
+
+class _FakeCuda:
+    """libcuda of a process that has a context on device 1 of 2."""
+
+    def __init__(self, started=True):
+        self.started = started
+
+    def cuDeviceGet(self, device, ordinal):
+        device._obj.value = ordinal.value
+        return 0 if self.started and ordinal.value < 2 else 3
+
+    def cuDevicePrimaryCtxGetState(self, device, flags, active):
+        active._obj.value = device.value == 1
+        return 0
+
+
+def test_a_context_that_is_there_is_seen_and_none_is_made():
+    assert [has_context(i, _FakeCuda()) for i in range(3)] == [False, True, False]
+    assert not has_context(1, _FakeCuda(started=False))
+    assert not has_context(0, ctypes.CDLL(None)), "no driver at all"
+
+
+def test_a_context_grows_with_the_card():
+    """The two cards that were measured, and one in between; a card that nobody knows counts as the smaller."""
+    assert [context_bytes(n) >> 20 for n in (48, 132, None)] == [352, 527, 352]
+    assert context_bytes(48) < context_bytes(80) < context_bytes(132) < context_bytes(170)
+    assert all(10 <= c.multiprocessors <= 200 for c in known_cards())
 
 
 @pytest.mark.parametrize(

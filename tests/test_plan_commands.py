@@ -160,6 +160,14 @@ def test_plan_command_for_this_machine(app):
     assert result.exit_code == 0 and "this machine" in result.output
 
 
+def test_how_the_ngram_table_is_read(app, files):
+    words = [str(files["Q2_0"]), "--ram-gib", "64", "--json", "--ngram"]
+    read = {mode: json.loads(CliRunner().invoke(app, [*words, mode]).output) for mode in ("mapped", "direct")}
+    assert all(found["ngram"] == mode for mode, found in read.items())
+    refused = CliRunner().invoke(app, [*words, "sideways"])
+    assert refused.exit_code == 2 and "unknown ngram 'sideways'; needed auto or mapped or direct" in refused.output
+
+
 def test_gib_is_the_binary_one():
     assert GIB == 1 << 30 and MIB == 1 << 20
 

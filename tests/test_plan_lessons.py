@@ -6,10 +6,14 @@ import numpy as np
 import pytest
 
 from strata.arch.flash_next import session_buffers
+from strata.arch.flash_next.geometry import read_geometry
 from strata.base.errors import DoesNotFit
 from strata.base.plan import MIB
+from strata.pack.gguf_file import GgufFile
+from strata.pack.ngram import TABLE_NAME, NgramTable
+from strata.pack.ngram_reader import direct_problem
 from strata.pack.profile import ExpertProfile
-from strata.planner import state_bytes
+from strata.planner import needs, state_bytes
 from strata.planner.machine import Machine
 from strata.planner.memory import plan, read_facts
 from strata.planner.slots import admission_queue, allot, slot_sizes
@@ -101,6 +105,32 @@ def test_the_head_comes_before_the_cache_and_the_cache_comes_last(facts):
         )
 
 
+@pytest.mark.parametrize("mode", ["mapped", "direct"])
+def test_tickets_of_prompts_of_all_lengths_are_priced(mode, tiny_path):
+    """Rows of a chunk on their way take tens of MB, and a table keeps what it once took."""
+    with GgufFile(tiny_path) as gguf:
+        if mode == "direct" and (problem := direct_problem(gguf, TABLE_NAME)):
+            pytest.skip(problem)
+        g = read_geometry(gguf)
+        table = NgramTable(gguf, g.ngram, 0, mode=mode)
+        try:
+            rng = np.random.default_rng(0)
+            ids = 0
+            for rows in (1, 3, 8, 256, 511, 2048, 8192):
+                asked = table.row_ids(rng.integers(0, g.V, rows), -1, -1)
+                table.fetch(asked)
+                ids = asked.nbytes
+            buffers = [b for of_size in table._free.values() for b in of_size]
+            arrays = [a for b in buffers for a in (b.places, b.index, b.unique, b.landed, b.staging, *b.pages, b.job)]
+            taken = ids + sum(a.nbytes for a in arrays if a is not None)
+            priced = needs.ticket_line(g, table.row_bytes, 8192, mode == "direct").n_bytes
+        finally:
+            table.close()
+    assert 0.5 * priced < taken <= priced
+    few = needs.ticket_line(g, table.row_bytes, 256, mode == "direct").n_bytes
+    assert few < priced / 16
+
+
 def test_everything_that_is_allocated_later_is_priced(facts):
     """The cache is what is left after all else, so each further allocation costs its bytes in slots, not in a full
     card."""
@@ -118,6 +148,7 @@ def test_everything_that_is_allocated_later_is_priced(facts):
         "conversations",
         "workers",
         "n-gram cache",
+        "n-gram tickets",
         "exchange",
         "system floor",
     } <= names

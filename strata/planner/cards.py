@@ -23,13 +23,15 @@ LINK_EFFICIENCY = 0.82
 
 @dataclass(frozen=True)
 class Card:
-    """A known card. vram_bytes as sold; bandwidth_gbps of its memory; link = (PCIe generation, lanes)."""
+    """A known card. vram_bytes as sold; bandwidth_gbps of its memory; link = (PCIe generation, lanes);
+    multiprocessors: how many."""
 
     name: str
     vram_bytes: int
     bandwidth_gbps: float
     link: tuple[int, int]
     capability: tuple[int, int]
+    multiprocessors: int
 
     @property
     def link_gbps(self) -> float:
@@ -52,6 +54,7 @@ def known_cards() -> tuple[Card, ...]:
             bandwidth_gbps=float(c["bandwidth_gbps"]),
             link=(c["link"][0], c["link"][1]),
             capability=(int(c["capability"].split(".")[0]), int(c["capability"].split(".")[1])),
+            multiprocessors=int(c["multiprocessors"]),
         )
         for c in json.loads(text)["cards"]
     )

@@ -10,10 +10,12 @@ from pathlib import Path
 import psutil
 
 from strata.base.errors import BadArgument, need
+from strata.base.numbers import real_number, whole_number
 from strata.cpu import tiers
 from strata.cpu.cores import core_facts, usable_cores
 from strata.planner import probes
 from strata.planner.cards import GIB, card_by_name, find_card, link_gbps
+from strata.planner.cuda_context import has_context
 from strata.planner.nvml import read_gpus
 
 TIERS = ("portable", "avx2", "avx512")
@@ -39,7 +41,11 @@ DESCRIBED_DISK = (3.0, 400_000.0)
 
 @dataclass(frozen=True)
 class Gpu:
-    """One card. link is (PCIe generation, lanes) or None; rates in GB/s."""
+    """One card. link is (PCIe generation, lanes) or None; rates in GB/s.
+
+    multiprocessors  None where nobody tells
+    has_context      this process uses it already, so that free_bytes is without the context
+    """
 
     index: int
     name: str
@@ -50,6 +56,8 @@ class Gpu:
     link: tuple[int, int] | None
     link_gbps: float
     rates_known: bool = True
+    multiprocessors: int | None = None
+    has_context: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,7 +125,9 @@ class Machine:
         report = read_gpus()
         machine = cls(
             name="this machine",
-            gpus=_visible(tuple(_gpu_facts(g) for g in report.gpus)),
+            gpus=tuple(
+                replace(g, has_context=has_context(g.index)) for g in _visible(tuple(map(_gpu_facts, report.gpus)))
+            ),
             ram_total_bytes=total,
             ram_available_bytes=available,
             cgroup_limit_bytes=limit,
@@ -168,17 +178,14 @@ class Machine:
         `gpu` is a card by name ("RTX 5070"); `vram_gib` alone is a card of middling speed. RAM available is all but
         1.5 GiB unless given. Raises BadArgument for an unknown card or tier and for sizes that are not positive.
         """
-        for label, value in (
-            ("vram_gib", vram_gib),
-            ("ram_gib", ram_gib),
-            ("cores", cores),
-            ("ram_gbps", ram_gbps),
-            ("vram_gbps", vram_gbps),
-            ("link_gbps", link_gbps),
-            ("disk_gbps", disk_gbps),
-            ("disk_random_reads_per_s", disk_random_reads_per_s),
-        ):
-            need(value is None or value > 0, f"{label} must be positive", found=value)
+        vram_gib, vram_free_gib = _real("vram_gib", vram_gib), _real("vram_free_gib", vram_free_gib, zero=True)
+        vram_gbps, link_gbps = _real("vram_gbps", vram_gbps), _real("link_gbps", link_gbps)
+        ram_gib, ram_available_gib = _real("ram_gib", ram_gib), _real("ram_available_gib", ram_available_gib)
+        ram_gbps, disk_gbps = _real("ram_gbps", ram_gbps), _real("disk_gbps", disk_gbps)
+        disk_random_reads_per_s = _real("disk_random_reads_per_s", disk_random_reads_per_s)
+        whole = whole_number(cores)
+        need(whole is not None and whole >= 1, "cores must be positive", found=repr(cores), needed="an integer >= 1")
+        cores = whole
         need(cpu_tier in TIERS, f"unknown CPU tier {cpu_tier!r}", needed=" or ".join(TIERS))
         gpus: tuple[Gpu, ...] = ()
         if gpu is not None or vram_gib is not None:
@@ -220,6 +227,14 @@ class Machine:
         )
 
 
+def _real(label: str, value: object, zero: bool = False) -> float | None:
+    """A size or rate that describes a machine, as a float; None for None."""
+    number = real_number(value)
+    good = number is not None and (number > 0 or (zero and number == 0))
+    need(value is None or good, f"{label} must be positive", found=repr(value), needed="a number above 0")
+    return number
+
+
 def cpu_tier() -> str:
     """The fastest kernel tier that the CPU features Numba compiles for would run."""
     return TIER_NAMES[max(tiers.available_tiers())]
@@ -258,6 +273,7 @@ def _gpu_facts(gpu) -> Gpu:
         link=link,
         link_gbps=link_gbps(*link) if link else link_gbps(3, 16),
         rates_known=card is not None,
+        multiprocessors=gpu.multiprocessors or (card.multiprocessors if card else None),
     )
 
 
@@ -293,4 +309,5 @@ def _described_gpu(name, vram_gib, vram_free_gib, vram_gbps, link_rate) -> Gpu:
         link=link,
         link_gbps=link_rate or link_gbps(*link),
         rates_known=card is not None or vram_gbps is not None,
+        multiprocessors=card.multiprocessors if card else None,
     )

@@ -16,15 +16,15 @@ from strata.base.plan import MIB, PlanLine
 from strata.base.program import Buffer, Program
 from strata.pack.grids import GRID, SIGNS
 from strata.pack.ngram_rows import WAYS
+from strata.pack.ngram_ticket import kept_ticket_bytes
 from strata.pack.tensor_class import vram_line
 from strata.planner import state_bytes as state
 from strata.planner import vram_bytes
+from strata.planner.cuda_context import context_bytes
 from strata.planner.draft import DraftFacts
 from strata.planner.facts import ModelFacts
+from strata.planner.machine import Gpu
 from strata.planner.vram_bytes import aligned
-
-CUDA_CONTEXT_BYTES = 352 * MIB
-"""What the driver keeps for a process with one context, before any allocation of ours."""
 
 MODULE_BYTES = 16 * MIB
 """Kernel modules, all loaded at once, so that no later load finds the card full."""
@@ -57,7 +57,7 @@ INBOX_BYTES = 256
 @dataclass(frozen=True)
 class HostNeeds:
     """What RAM is held for: sessions, checkpoints of each, whether drafts are also looked up in earlier text, the draft
-    layer, if any, threads, and bytes of the n-gram table's own reader."""
+    layer, if any, threads, bytes of the n-gram table's own reader, and rows of the largest piece of a prompt."""
 
     sessions: int
     checkpoints: int
@@ -65,6 +65,7 @@ class HostNeeds:
     draft: DraftFacts | None
     threads: int
     reader_bytes: int = 0
+    prompt_rows: int = CELL_ROWS
 
 
 PREFILL = 3
@@ -228,16 +229,23 @@ def draft_lines(g: Geometry, draft: DraftFacts, context: int, kv: str, sessions:
     return [line for line in lines if line.n_bytes]
 
 
+def context_line(gpu: Gpu) -> PlanLine:
+    """The driver's share for a process; nothing where free memory is without it already."""
+    if gpu.has_context:
+        return PlanLine("CUDA context", "vram", 0, "this process has one already", kind="driver")
+    n = gpu.multiprocessors
+    reason = "driver's share for this process" + (f", by {n} multiprocessors" if n is not None else "")
+    return PlanLine("CUDA context", "vram", context_bytes(n), reason, kind="driver")
+
+
 def gpu_fixed_lines(
-    m: ModelFacts, context: int, kv: str, sessions: int, draft: DraftFacts | None, form: tuple[bool, bool] | None = None
-) -> list[PlanLine]:
+    m: ModelFacts, gpu: Gpu, context: int, kv: str, sessions: int, draft: DraftFacts | None,
+    form: tuple[bool, bool] | None = None,
+) -> list[PlanLine]:  # fmt: skip
     """VRAM lines in order of allocation, up to the prefill buffers: everything but reserve and expert cache. form: None
     where VRAM holds every expert, else see `vram_bytes.private_bytes`."""
     g = m.geometry
-    lines = [
-        PlanLine("CUDA context", "vram", CUDA_CONTEXT_BYTES, "driver's share for this process", kind="driver"),
-        *gpu_weight_lines(m),
-    ]
+    lines = [context_line(gpu), *gpu_weight_lines(m)]
     lines += session_lines(g, context, kv, sessions, "vram")
     back = "a recurrent state, for chunks that fail"
     lines.append(PlanLine("way back", "vram", state.recurrent_bytes(g), back))
@@ -284,6 +292,15 @@ def gpu_fixed_lines(
     return lines
 
 
+TICKETS = "n-gram tickets"
+
+
+def ticket_line(g: Geometry, row_bytes: int, rows: int, direct: bool) -> PlanLine:
+    """Where rows of the n-gram table land on their way, for pieces of a prompt of up to `rows` rows."""
+    n_bytes = kept_ticket_bytes(rows * g.ngram.heads, row_bytes, direct)
+    return PlanLine(TICKETS, "ram", n_bytes, f"rows on their way, of up to {rows:,} tokens", kind="later")
+
+
 def host_lines(m: ModelFacts, context: int, ngram_rows: int, s: HostNeeds, on_gpu: bool = False) -> list[PlanLine]:
     """RAM lines that both backends have; on_gpu: rows that wait for the draft layer are not among them."""
     g, sessions, checkpoints, draft = m.geometry, s.sessions, s.checkpoints, s.draft
@@ -295,6 +312,7 @@ def host_lines(m: ModelFacts, context: int, ngram_rows: int, s: HostNeeds, on_gp
         if s.reader_bytes:
             reason += "; pages read past the system's cache"
         lines.append(PlanLine("n-gram cache", "ram", n_bytes, reason))
+        lines.append(ticket_line(g, m.ngram_row_bytes, s.prompt_rows, s.reader_bytes > 0))
     if checkpoints:
         n_bytes = sessions * state.checkpoint_bytes(g, checkpoints)
         lines.append(PlanLine("checkpoints", "ram", n_bytes, f"up to {checkpoints} recurrent states{each}"))

@@ -10,7 +10,7 @@ LIBRARIES = ("libnvidia-ml.so.1", "libnvidia-ml.so", "nvml.dll")
 
 @dataclass(frozen=True)
 class NvmlGpu:
-    """What the driver says about one card. link is (generation, lanes) at its widest, None where unreadable."""
+    """What the driver says about one card; None: it does not tell. link is (generation, lanes) at its widest."""
 
     index: int
     name: str
@@ -18,6 +18,12 @@ class NvmlGpu:
     total_bytes: int
     free_bytes: int
     link: tuple[int, int] | None
+    multiprocessors: int | None = None
+
+
+CORES_PER_MULTIPROCESSOR = {(7, 5): 64, (8, 0): 64, (8, 6): 128, (8, 7): 128, (8, 9): 128, (9, 0): 128, (10, 0): 128,
+                            (12, 0): 128}  # fmt: skip
+"""By compute capability: the driver tells the cores."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,29 @@ def read_gpus(library: ctypes.CDLL | None = None) -> NvmlReport:
         return NvmlReport(None, (), f"the NVIDIA driver library is not usable: {error}")
 
 
+class _Utilisation(ctypes.Structure):
+    _fields_ = [("gpu", ctypes.c_uint), ("memory", ctypes.c_uint)]
+
+
+def busy_percent(index: int = 0, library: ctypes.CDLL | None = None) -> int | None:
+    """Per cent of the last fraction of a second in which a card ran kernels of anyone; None where nothing tells."""
+    lib = library if library is not None else _open_library()
+    if lib is None:
+        return None
+    handle, found = ctypes.c_void_p(), _Utilisation()
+    try:
+        if lib.nvmlInit_v2() != 0:
+            return None
+        try:
+            if lib.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)) != 0:
+                return None
+            return int(found.gpu) if lib.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(found)) == 0 else None
+        finally:
+            lib.nvmlShutdown()
+    except (AttributeError, OSError, ctypes.ArgumentError):
+        return None
+
+
 def _read(lib: ctypes.CDLL) -> NvmlReport:
     text = ctypes.create_string_buffer(96)
     driver = text.value.decode() if lib.nvmlSystemGetDriverVersion(text, 96) == 0 else None
@@ -91,11 +120,24 @@ def _read_one(lib: ctypes.CDLL, index: int) -> NvmlGpu | None:
         and gen.value > 0
         and width.value > 0
     )
+    capability = (major.value, minor.value) if known else None
     return NvmlGpu(
         index=index,
         name=name,
-        capability=(major.value, minor.value) if known else None,
+        capability=capability,
         total_bytes=int(memory.total),
         free_bytes=int(memory.free),
         link=(gen.value, width.value) if linked else None,
+        multiprocessors=_multiprocessors(lib, handle, capability),
     )
+
+
+def _multiprocessors(lib: ctypes.CDLL, handle: ctypes.c_void_p, capability: tuple[int, int] | None) -> int | None:
+    """None where the driver is too old to tell its cores, or the card too new to know how many belong together."""
+    each, cores = CORES_PER_MULTIPROCESSOR.get(capability), ctypes.c_uint()
+    try:
+        if each is None or lib.nvmlDeviceGetNumGpuCores(handle, ctypes.byref(cores)) != 0:
+            return None
+    except AttributeError:
+        return None
+    return cores.value // each or None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 from strata.base.errors import BadArgument, need
 from strata.base.geometry import CELL_ROWS
+from strata.base.numbers import real_number, whole_number
 from strata.pack.profile import ExpertProfile
 from strata.planner.state_bytes import kv_format
 
@@ -64,28 +65,33 @@ class PlanOptions:
     ram_gib: float | None = None
 
     def __post_init__(self) -> None:
-        _whole("context", self.context, 1)
-        _whole("sessions", self.sessions, 1, optional=False)
-        _whole("checkpoints", self.checkpoints, 0, optional=False)
-        for name, least in (("slots", 0), ("ngram_cache_rows", 0), ("threads", 1), ("draft_vocabulary", 1)):
-            _whole(name, getattr(self, name), least)
+        for name, least in (("sessions", 1), ("checkpoints", 0)):
+            self._set(name, _whole(name, getattr(self, name), least, optional=False))
+        for name, least in (("context", 1), ("slots", 0), ("ngram_cache_rows", 0), ("threads", 1),
+                            ("draft_vocabulary", 1)):  # fmt: skip
+            self._set(name, _whole(name, getattr(self, name), least))
         kv_format(self.kv, 1)
         need(self.ngram in NGRAM_MODES, f"unknown ngram {self.ngram!r}", needed=" or ".join(NGRAM_MODES))
         check_device_name(self.device)
         need(self.experts in EXPERT_MODES, f"unknown expert mode {self.experts!r}", needed=" or ".join(EXPERT_MODES))
         need(self.draft in DRAFTS, f"unknown draft {self.draft!r}", needed=" or ".join(DRAFTS))
+        if not isinstance(self.prefill, str):
+            rows = whole_number(self.prefill)
+            self._set("prefill", self.prefill if rows is None else rows)
         chunk = self.prefill
-        whole = isinstance(chunk, int) and not isinstance(chunk, bool) and chunk > 0 and chunk % CELL_ROWS == 0
+        whole = type(chunk) is int and chunk > 0 and chunk % CELL_ROWS == 0
         need(
-            chunk in ("auto", "windows") or whole,
+            whole or (isinstance(chunk, str) and chunk in ("auto", "windows")),
             "prefill must be auto, windows or a multiple of 256 rows",
-            found=chunk,
+            found=repr(chunk),
         )
-        _number("reserve_mib", self.reserve_mib, 0.0)
-        _number("hit_rate", self.hit_rate, 0.0, 1.0)
-        _number("pcie_share", self.pcie_share, 0.0, 1.0)
-        for name in ("vram_gib", "ram_gib"):
-            _number(name, getattr(self, name), 1 / 1024)
+        for name, least, most in (("reserve_mib", 0.0, 1e9), ("hit_rate", 0.0, 1.0), ("pcie_share", 0.0, 1.0),
+                                  ("vram_gib", 1 / 1024, 1e9), ("ram_gib", 1 / 1024, 1e9)):  # fmt: skip
+            self._set(name, _number(name, getattr(self, name), least, most))
+
+    def _set(self, name: str, value: object) -> None:
+        """While the record is made: numbers of other libraries become Python's own."""
+        object.__setattr__(self, name, value)
 
 
 def check_device_name(device: object) -> None:
@@ -95,15 +101,19 @@ def check_device_name(device: object) -> None:
     need(ok, f"unknown device {device!r}", needed="auto, cpu, cuda or cuda:N")
 
 
-def _whole(name: str, value: object, least: int, optional: bool = True) -> None:
-    good = isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _whole(name: str, value: object, least: int, optional: bool = True) -> int | None:
+    number = whole_number(value)
+    good = number is not None and number >= least
     need(good or (optional and value is None), f"{name} is out of range", found=repr(value),
          needed=f"an integer >= {least}")  # fmt: skip
+    return number
 
 
-def _number(name: str, value: object, least: float, most: float = 1e9) -> None:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+def _number(name: str, value: object, least: float, most: float) -> float | None:
+    number = real_number(value)
+    good = number is not None and least <= number <= most
     need(good or value is None, f"{name} is out of range", found=repr(value), needed=f"a number in {least:g}..{most:g}")
+    return number
 
 
 def make_options(**given: object) -> PlanOptions:

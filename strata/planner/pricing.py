@@ -159,7 +159,7 @@ def _price_gpu(
     g, kv = m.geometry, kv_format(o.kv, context, m.geometry.dh)
     free = vram_free_bytes(gpu, o)
     held = _held(m, machine, gpu, o)
-    lines = needs.gpu_fixed_lines(m, context, kv, o.sessions, held.draft, form)
+    lines = needs.gpu_fixed_lines(m, gpu, context, kv, o.sessions, held.draft, form)
     sizes = m.slot_bytes
     queue = admission_queue(sizes, g.E, o.profile)
     fixed = sum(line.held_bytes for line in lines)
@@ -191,7 +191,9 @@ def _price_gpu(
             )
         )
     ngram_rows = _ngram_rows(o, NGRAM_ROWS_GPU)
-    host = needs.gpu_host_lines(m, context, ngram_rows, held, form is None)
+    host = needs.gpu_host_lines(
+        m, context, ngram_rows, replace(held, prompt_rows=max(CELL_ROWS, cache.prefill_rows)), form is None
+    )
     if swap[0]:
         what = "an expert on its way back to RAM"
         lines.append(PlanLine("swap staging", "vram", swap[0], what))

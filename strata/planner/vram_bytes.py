@@ -87,6 +87,8 @@ def _of_op(
             yield f"{x}.{group}", activation_bytes(rows, width, group)
     elif op.kind == "experts":
         yield from _of_experts(op, T, format_of, experts, form)
+    elif op.kind == "gdn_heads" and not k["advance"]:
+        yield "gdn.arrived", 4 * -(-k["Hv"] * k["dv"] // 256)
     elif op.kind == "ngram_mix":
         yield "ngram.gates", 4 * T * k["C"]
 
