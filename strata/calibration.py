@@ -1,7 +1,7 @@
 """Calibration: what experts cost on this machine, which settings that suggests, and whether they are faster.
 
-A suggestion is kept only if windows with and without it, taking turns, show a gain. Costs alone would suggest settings
-that other work of the machine, its clocks or its memory do not honour.
+A suggestion is kept only if windows with and without it, taking turns, show a gain that is larger than the turns
+differ. Costs alone would suggest settings that other work of the machine, its clocks or its memory do not honour.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ from strata.runtime.split import Split, SplitCosts, choose_split, cpu_line
 
 LEAST_GAIN = 0.03
 """A setting that is faster by less is not kept."""
+
+LEAST_TURNS, TRIMMED_FROM = 3, 7
+"""Turns of a comparison. From seven on, the largest and the smallest gain do not count for the spread; with fewer turns
+noise would pass then."""
 
 CONTEXT = 512
 WARM_UP = 2
@@ -109,11 +113,16 @@ def split_costs(facts: ModelFacts, experts: ExpertTimes, gpu: Gpu, link_gbps: fl
 
 @dataclass(frozen=True)
 class Trial:
-    """Windows with two settings, in ms, medians of turns. gain: share of the time saved by the candidate."""
+    """Windows with two settings, in ms, medians of turns.
+
+    spread  by how much the gains of single turns differ, as a share of the time like `gain`
+    gain    share of the time saved by the candidate; kept only if it exceeds 3 % and the spread
+    """
 
     candidate: Settings
     base_ms: float
     candidate_ms: float
+    spread: float
 
     @property
     def gain(self) -> float:
@@ -121,17 +130,25 @@ class Trial:
 
     @property
     def kept(self) -> bool:
-        return self.gain >= LEAST_GAIN
+        return self.gain >= LEAST_GAIN and self.gain > self.spread
 
 
-def compare(base: Timer, candidate: Timer, turns: int) -> tuple[float, float]:
-    """Median ms of windows with either, turn about: base first in one turn, the candidate first in the next."""
-    need(turns >= 1, "turns are out of range", found=turns, needed=">= 1")
+def compare(base: Timer, candidate: Timer, turns: int) -> tuple[float, float, float]:
+    """(base, candidate, spread): median ms of windows with either, and how far the turns' gains lie apart.
+
+    Turn about: base first in one turn, the candidate first in the next, so that a machine that gets slower or faster
+    meanwhile does so for both.
+    """
+    need(turns >= LEAST_TURNS, "turns are out of range", found=turns, needed=f">= {LEAST_TURNS}",
+         advice="Fewer do not tell a gain from noise.")  # fmt: skip
     ms: tuple[list[float], list[float]] = ([], [])
     for turn in range(turns):
         for which in (0, 1) if turn % 2 == 0 else (1, 0):
             ms[which].append((base, candidate)[which]())
-    return statistics.median(ms[0]), statistics.median(ms[1])
+    gains = sorted(1 - c / b for b, c in zip(*ms, strict=True))
+    if turns >= TRIMMED_FROM:
+        gains = gains[1:-1]
+    return statistics.median(ms[0]), statistics.median(ms[1]), gains[-1] - gains[0]
 
 
 Opener = Callable[[Settings], contextlib.AbstractContextManager[Timer]]
@@ -139,7 +156,7 @@ Opener = Callable[[Settings], contextlib.AbstractContextManager[Timer]]
 
 
 def try_settings(candidates: Sequence[Settings], opener: Opener, turns: int) -> tuple[Settings, list[Trial]]:
-    """The best of `Settings()` and the candidates, each compared with the best so far; kept only for a gain of 3 %."""
+    """The best of `Settings()` and the candidates, each compared with the best so far and kept as `Trial` says."""
     best, trials = Settings(), []
     with contextlib.ExitStack() as stack:
         base = stack.enter_context(opener(best))
@@ -215,14 +232,17 @@ class Calibration:
 
 
 def calibrate(
-    path: str | Path, *, machine: Machine | None = None, windows: int = 16, turns: int = 5, device: str = "auto",
+    path: str | Path, *, machine: Machine | None = None, windows: int = 16, turns: int = 7, device: str = "auto",
     say: Say = lambda text: None,
 ) -> Calibration:  # fmt: skip
     """Measure a model file on this machine and try what that suggests. `say` gets a line before each step.
 
     Without a GPU, numbers of CPU threads are tried. With one that shares its experts with the CPU, the share of the
-    link. Nothing is kept on disk; see `strata.runtime.remembered`. Raises what `strata.load` raises.
+    link. turns: of each comparison, 3 or more. Nothing is kept on disk; see `strata.runtime.remembered`. Raises what
+    `strata.load` raises.
     """
+    need(turns >= LEAST_TURNS and windows >= 1, "turns or windows are out of range", found=f"{turns} and {windows}",
+         needed=f">= {LEAST_TURNS} and >= 1")  # fmt: skip
     machine = machine or Machine.here(path, measure=True)
     gpu = choose_device(machine, PlanOptions(device=device))
     options = {"context": CONTEXT, "checkpoints": 0}

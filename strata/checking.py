@@ -1,23 +1,25 @@
 """A GPU against the CPU, op by op: the windows of a prompt on both backends, every value compared bit by bit.
 
-Ops run one by one on the device, each as launches of its own. Behind every op all buffers that it names are compared,
-so the first difference tells which op made it, and from inputs that were still the same. Each window then runs again
-the way it is served, as one graph, and the states after its commit are compared too.
+Ops run one by one on the device, each as launches of its own. All buffers that an op names are compared as they were
+behind it, so the first difference tells which op made it, and from inputs that were still the same. Each window then
+runs again the way it is served, as one graph, and the states after its commit are compared too.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from strata.arch import architecture_of
-from strata.base.errors import NotFinite, need
+from strata.base.errors import need
 from strata.base.geometry import CELL_ROWS, CONTEXT_RESERVE, WINDOW_ROWS
 from strata.base.program import Op, Program
+from strata.base.progress import LoadProgress, listening
 from strata.base.state import State
 from strata.base.window import HeadRequest
 from strata.cpu.backend import CpuBackend
@@ -27,6 +29,7 @@ from strata.gpu.state import DeviceState
 from strata.pack.experts import expert_layout
 from strata.pack.gguf_file import GgufFile
 from strata.pack.tensors import Tensors
+from strata.runtime.compile_ahead import second_process
 from strata.text.tokenizer import Tokenizer
 
 UNCOMPARED = ("ngram.ticket",)
@@ -61,17 +64,23 @@ class Difference:
 
 @dataclass(frozen=True)
 class Report:
-    """Of a check: the device's name, window sizes in order, ops run, values compared, and the difference or None."""
+    """Of a check: the device's name, window sizes in order, ops run, values compared, and the difference or None.
+
+    load_seconds: until both backends were ready, compiling included; check_seconds: the windows
+    """
 
     device: str
     windows: tuple[int, ...]
     ops: int
     values: int
     difference: Difference | None
+    load_seconds: float = 0.0
+    check_seconds: float = 0.0
 
     def __str__(self) -> str:
         text = (f"{self.device}: {sum(self.windows)} tokens in {len(self.windows)} windows, {self.ops} ops, "
-                f"{self.values} values compared with the CPU bit by bit")  # fmt: skip
+                f"{self.values} values compared with the CPU bit by bit\n"
+                f"{self.load_seconds:.1f} s until both were ready, {self.check_seconds:.1f} s of windows")  # fmt: skip
         return f"{text}\n{self.difference or 'no difference'}"
 
     def record(self) -> dict[str, Any]:
@@ -116,7 +125,7 @@ class Comparison:
         What the CPU refuses (NotFinite) is raised; what the device alone refuses is a difference.
         """
         states = self.cpu.new_state(), self.gpu.new_state()
-        difference = None
+        difference, began = None, time.perf_counter()
         try:
             for rows in window_sizes(len(tokens)):
                 self._window(*states, tokens, rows)
@@ -124,7 +133,8 @@ class Comparison:
                     progress(states[0].rows, len(tokens))
         except _Differs as found:
             difference = found.difference
-        return Report(self.gpu.device.name, tuple(self.windows), self.ops, self.values, difference)
+        return Report(self.gpu.device.name, tuple(self.windows), self.ops, self.values, difference,
+                      check_seconds=time.perf_counter() - began)  # fmt: skip
 
     def _window(self, cpu_state: State, state: DeviceState, tokens: np.ndarray, rows: int) -> None:
         first = cpu_state.rows
@@ -134,20 +144,11 @@ class Comparison:
         previous = tuple(int(tokens[first - i]) if first >= i else -1 for i in (1, 2))
         program = self.cpu.programs.windows[rows]
         wanted = self._ops_on_cpu(cpu_state, program, part, previous)
-        done = 0
-
-        def compare(op: Op) -> None:
-            nonlocal done
-            for name, values in wanted[done].items():
-                self._same(self._read(program, name), values, op.kind, op.layer, name)
-            done += 1
+        recorded = self.gpu.recorded(state, part, previous, lambda index: tuple(wanted[index]))
+        for (op, found), values in zip(recorded, wanted, strict=True):
+            for name, on_cpu in values.items():
+                self._same(found[name], on_cpu, op.kind, op.layer, name)
             self.ops += 1
-
-        try:
-            self.gpu.window(state, part, previous, after_op=compare)
-        except NotFinite:
-            compare(program.ops[done])
-            raise
         self._as_served(state, program, part, previous)
         for backend, session in ((self.cpu, cpu_state), (self.gpu, state)):
             backend.commit(session, rows)
@@ -173,13 +174,6 @@ class Comparison:
             out.append(behind)
 
         self.cpu.window(state, tokens, previous, after_op=keep)
-        return out
-
-    def _read(self, program: Program, name: str) -> np.ndarray:
-        """A buffer of the device in the shape that the program gives it."""
-        b = program.buffers[name]
-        out = np.empty(b.shape, b.dtype)
-        self.gpu.device.download(self.gpu.memory.address(name), out)
         return out
 
     def _as_served(self, state: DeviceState, program: Program, tokens: np.ndarray, previous: tuple[int, int]) -> None:
@@ -223,6 +217,7 @@ def check(
     index: int = 0,
     device: Device | None = None,
     progress: Callable[[int, int], None] | None = None,
+    loading: Callable[[LoadProgress], None] | None = None,
 ) -> Report:
     """Compare a GPU with the CPU on the windows of a prompt, a text or tokens.
 
@@ -231,11 +226,14 @@ def check(
     threads   CPU threads of the CPU backend; None: one per physical core
     index     number of the CUDA device
     device    where to run instead. It is closed at the end
+    progress  called with (tokens checked, tokens) behind every window
+    loading   called with `strata.LoadProgress` records while kernels are compiled and weights uploaded
 
     Returns a Report whose `difference` is None if every value had the same bits. Raises StrataError without a GPU,
     DoesNotFit where weights and state do not fit into its memory, and what loading raises.
     """
     need(kv in ("f16", "int8"), "kv is unknown", found=repr(kv), needed='"f16" or "int8"')
+    began = time.perf_counter()
     device = device or required_device("a check of a GPU against the CPU", index)
     try:
         with GgufFile(path) as gguf:
@@ -250,10 +248,12 @@ def check(
             need(known, "a token is outside the vocabulary", needed=f"0 .. {g.V - 1}")
             programs = arch.build_programs(g, -(-(context or cells) // CELL_ROWS) * CELL_ROWS, kv)
             parts = (Tensors(gguf), g, expert_layout(gguf, g.L), programs)
-            gpu = GpuBackend(*parts, device)
-            cpu = CpuBackend(*parts, threads=threads)
+            with listening(loading), second_process(cpu=True):  # both backends compile, one after the other
+                gpu = GpuBackend(*parts, device)
+                cpu = CpuBackend(*parts, threads=threads)
+            ready = time.perf_counter()
             try:
-                return Comparison(cpu, gpu).run(tokens, progress)
+                return replace(Comparison(cpu, gpu).run(tokens, progress), load_seconds=ready - began)
             finally:
                 cpu.close()
     finally:

@@ -104,6 +104,10 @@ class Gain:
         return float(np.median(self.with_) / np.median(self.without))
 
 
+def _random_prompt(model: Model, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, model.geometry.V, PROMPT_TOKENS).astype(np.int32)
+
+
 STRETCH_TOKENS = 16
 """Tokens that one of two answers is ahead before the other goes on: both meet the same noise, and a device seldom
 changes between their sessions."""
@@ -146,13 +150,70 @@ class _Answer:
         self.seconds += time.perf_counter() - began
 
 
+PACE_TOKENS = 12
+"""Of the short answer that says how fast a model is."""
+
+LEAST_TOKENS, MOST_TOKENS, MOST_REPEATS = 16, 256, 3
+"""Of lengths that are chosen."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds that an answer takes: for reading the prompt, and for each token."""
+
+    prompt_s: float
+    token_s: float
+
+
+def pace_of(model: Model, seed: int = 1) -> Pace:
+    """Measured on a short answer without drafts, the second: the first one touches memory for the first time."""
+    session = SessionState(model._backend, model.context, checkpoints=0)
+    found = Pace(0.0, 0.0)
+    for _ in range(2):
+        began = time.perf_counter()
+        answer = _Answer(model, session, _random_prompt(model, seed), PACE_TOKENS)
+        prompt_s = time.perf_counter() - began
+        answer.go_on(PACE_TOKENS + 1)
+        found = Pace(prompt_s, 1 / answer.per_s)
+    return found
+
+
+def answers_of(acceptances: int, repeats: int) -> int:
+    """Answers that a measurement decodes: one for the drafter to know, then pairs, of which the first only teaches."""
+    return 1 + 2 * acceptances * (repeats + 1)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """tokens of an answer, repeats of a pair, and the seconds that all answers take if drafting gains nothing."""
+
+    tokens: int
+    repeats: int
+    seconds: float
+
+
+def lengths_for(
+    pace: Pace, budget_s: float, acceptances: int, tokens: int | None = None, repeats: int | None = None
+) -> Lengths:
+    """Lengths of a measurement. What is given stays; the rest is chosen to end within `budget_s`, if answers of
+    LEAST_TOKENS can."""
+    chosen = Lengths(0, 0, 0.0)
+    for n in [MOST_REPEATS, 1] if repeats is None else [repeats]:
+        answers = answers_of(acceptances, n)
+        room = int((budget_s / answers - pace.prompt_s) / pace.token_s) // 8 * 8
+        length = min(max(room, LEAST_TOKENS), MOST_TOKENS) if tokens is None else tokens
+        chosen = Lengths(length, n, answers * (pace.prompt_s + length * pace.token_s))
+        if chosen.seconds <= budget_s:
+            break
+    return chosen
+
+
 class DraftGain:
     """Measures gains on one model, all sessions from the same prompt of random tokens."""
 
     def __init__(self, model: Model, n_tokens: int, seed: int = 1):
         self.model, self.n_tokens, self.seed = model, n_tokens, seed
-        vocab = model.geometry.V
-        self.prompt = np.random.default_rng(seed).integers(0, vocab, PROMPT_TOKENS).astype(np.int32)
+        self.prompt = _random_prompt(model, seed)
         self.plain = SessionState(model._backend, model.context, checkpoints=0)
         self.drafted = SessionState(model._backend, model.context, checkpoints=0)
         first = self._answer(self.plain)

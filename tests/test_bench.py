@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.resources import files
 from pathlib import Path
 
@@ -87,12 +88,17 @@ def test_report(tiny_path: Path):
     assert drafting["drafters"] == ["mtp", "lookup"] and len(drafting["window_ms"]) == 8
     assert list(drafting["texts"]) == list(KINDS)
     for of_text in drafting["texts"].values():
-        assert of_text["ratio"]["min"] <= of_text["ratio"]["median"] and of_text["cpu_ratio"]["min"] > 0
+        without, with_ = (of_text[f"{name}_tokens_per_s"]["median"] for name in ("without", "with"))
+        assert of_text["ratio"] == pytest.approx(with_ / without, rel=2e-3), "that of the rates that are reported"
+        assert of_text["pair_ratio"]["min"] <= of_text["pair_ratio"]["median"] and of_text["pair_cpu_ratio"]["min"] > 0
         assert 1 <= of_text["committed_per_window"] <= 8
         assert all(0 <= e["accepted"] <= e["offered"] for e in of_text["by_source"].values())
     said = RUNNER.invoke(app, [*arguments, "--ops"]).stdout
     parts = ("kernels", "join", "Python", "text", "linear", "experts", *KINDS)
     assert all(f"\n  {part} " in said for part in parts)
+    for kind in KINDS:
+        without, with_, ratio = map(float, re.search(rf"\n  {kind} +([\d.]+) +([\d.]+) +([\d.]+) ", said).groups())
+        assert ratio == pytest.approx(with_ / without, rel=0.01)
 
 
 def test_report_without_drafting(tiny_path: Path, monkeypatch):

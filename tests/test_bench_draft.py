@@ -9,9 +9,18 @@ import pytest
 from typer.testing import CliRunner
 
 import strata
+from strata import draft_speed
 from strata.base.errors import StrataError
 from strata.cli import app
-from strata.draft_speed import DraftGain, KnowsTheAnswer, replayed_by_position
+from strata.draft_speed import (
+    DraftGain,
+    KnowsTheAnswer,
+    Pace,
+    answers_of,
+    lengths_for,
+    pace_of,
+    replayed_by_position,
+)
 from strata.replay import skewed_ids
 
 VOCAB = 977
@@ -64,6 +73,25 @@ def test_replayed_experts_go_by_position(model):
     assert gain.windows_by_committed[0] > 0
 
 
+@pytest.mark.parametrize("per_s, tokens, repeats", [(1000, 256, 3), (50, 72, 3), (8, 16, 1), (0.5, 16, 1)])
+def test_lengths_end_within_the_budget(per_s, tokens, repeats):
+    """40 s for three acceptances: long answers of a fast model, short and few ones of a slow one."""
+    pace = Pace(4 / per_s, 1 / per_s)
+    chosen = lengths_for(pace, 40.0, 3)
+    assert (chosen.tokens, chosen.repeats) == (tokens, repeats)
+    assert chosen.seconds == pytest.approx(answers_of(3, repeats) * (tokens + 4) / per_s)
+    assert chosen.seconds <= 40 or chosen.tokens == 16
+    assert lengths_for(pace, 40.0, 3, tokens=100).tokens == 100 and lengths_for(pace, 40.0, 3, repeats=5).repeats == 5
+
+
+def test_answers_are_counted(model, monkeypatch):
+    made = []
+    real = draft_speed._Answer.__init__
+    monkeypatch.setattr(draft_speed._Answer, "__init__", lambda self, *a: made.append(1) or real(self, *a))
+    DraftGain(model, 8).measure(0.5, 2)
+    assert len(made) == answers_of(1, 2) and min(vars(pace_of(model)).values()) > 0
+
+
 def test_the_command(tiny_path):
     run = CliRunner().invoke
     quick = ["bench", "draft", "-r", "1", "--threads", "1", "--device", "cpu"]
@@ -71,8 +99,10 @@ def test_the_command(tiny_path):
                      "--acceptance", "0.7,1", "--json"])  # fmt: skip
     assert made.exit_code == 0, made.output
     report = json.loads(made.stdout)
+    assert report["tokens"] == 8 and report["repeats"] == 1
     assert [gain["acceptance"] for gain in report["gains"]] == [0.7, 1.0] and report["spec"]["layers"] == 2
     text = run(app, [*quick, "-m", str(tiny_path), "-n", "16"])
     assert text.exit_code == 0 and text.stdout.count("of") >= 3 and "0.90" in text.stdout
+    assert "answers    13 of 16 tokens, about" in text.stdout
     for wrong in (["--acceptance", "x"], ["--acceptance", "1.5"], ["--layers", "2", "-m", str(tiny_path)], ["-n", "1"]):
         assert run(app, ["bench", "draft", *wrong]).exit_code != 0

@@ -77,6 +77,55 @@ def test_equal_backends(pair):
     assert "no difference" in str(report) and pair[1].device.name in str(report)
 
 
+class Counted:
+    """The device with its round trips counted: each download, and each wait, is one."""
+
+    def __init__(self, device):
+        self._device, self.trips = device, 0
+
+    def __getattr__(self, name):
+        return getattr(self._device, name)
+
+    def download(self, address, array):
+        self.trips += 1
+        self._device.download(address, array)
+
+    def synchronize(self):
+        self.trips += 1
+        self._device.synchronize()
+
+
+@needs_compiler
+def test_a_window_takes_few_round_trips(pair, monkeypatch):
+    """One for each buffer of each op would be hundreds; what is read of the state behind a window stays."""
+    cpu, gpu = pair
+    counted = Counted(gpu.device)
+    monkeypatch.setattr(gpu, "device", counted)
+    ops, state = len(cpu.programs.windows[1].ops), len(list(cpu.new_state().parts()))
+    assert Comparison(cpu, gpu).run(TOKENS[:1]).difference is None
+    assert ops > 150 and counted.trips < 12 + state
+
+
+@needs_compiler
+def test_a_small_tape_records_the_same(pair, monkeypatch):
+    from strata.gpu import op_by_op
+
+    cpu, gpu = pair
+    monkeypatch.setattr(op_by_op, "TAPE_BYTES", 1)
+    monkeypatch.setattr(gpu.op_by_op, "_tape", (0, 0))
+    whole = Comparison(cpu, gpu).run(TOKENS[:1])
+    assert whole.difference is None and whole.ops == len(cpu.programs.windows[1].ops)
+
+
+@needs_compiler
+def test_what_the_device_alone_refuses_is_placed(pair):
+    """A weight that makes the device meet what is not finite: the first op with other values is named."""
+    cpu, gpu = pair
+    with Planted(gpu, gpu.weights.matrix("blk.3.ffn_gate_inp.weight").address + 1, 0x7F):
+        found = Comparison(cpu, gpu).run(TOKENS[:1]).difference
+    assert (found.op, found.layer, found.buffer) == ("linear", 3, "moe.logits")
+
+
 @needs_compiler
 @pytest.mark.parametrize(
     ("tensor", "flip", "op", "buffer"),
@@ -163,6 +212,7 @@ def test_from_the_command_line(tiny_path, monkeypatch):
     done = CliRunner().invoke(app, ["run", "--check", "--model", str(tiny_path), "--threads", "1", "def"])
     assert done.exit_code == 0, done.output
     assert "values compared with the CPU bit by bit" in done.stdout and "no difference" in done.stdout
+    assert "until both were ready" in done.stdout
 
 
 def test_a_difference_is_a_failure(tiny_path, monkeypatch):
@@ -183,8 +233,10 @@ def test_refusals(tiny_path, monkeypatch):
         raise StrataError(f"CUDA device {index} cannot be used", found="no driver")
 
     monkeypatch.setattr(device, "CupyDevice", none)
-    with pytest.raises(StrataError, match=r"needs a GPU; found CUDA device 0.*no driver.*strata\[cuda12\]"):
+    with pytest.raises(StrataError, match="needs a GPU: CUDA device 0 cannot be used") as refused:
         checking.check(tiny_path, "def")
+    text = str(refused.value)
+    assert text.count("found ") == text.count("needed ") == 1 and "found no driver" in text, text
     done = CliRunner().invoke(app, ["run", "--check", "--model", str(tiny_path), "def"])
     assert done.exit_code == 1 and "needs a GPU" in done.stderr
     done = CliRunner().invoke(app, ["run", "--check", "--device", "cuda:3", "--model", str(tiny_path), "def"])

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import strata
 from strata.base.errors import BadArgument, DoesNotFit, FileError
 from strata.cli import VERBS, app, flags, locate
 from strata.cli.inspect import inspect_file
+from strata.loading import LoadOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = "def add(a, b):"
@@ -79,6 +81,34 @@ def test_help_of_a_verb(verb: str):
     done = call(verb, "--help")
     assert done.exit_code == 0, done.output
     assert "--json" in done.stdout or verb in ("chat", "bench")
+
+
+@pytest.mark.parametrize("verb", [("run",), ("chat",), ("score",), ("bench", "decode")])
+def test_commands_that_load_take_what_load_takes(verb: tuple[str, ...]):
+    """Every option of `strata.load` but those that need an object or several sessions."""
+    said = call(*verb, "--help").stdout
+    wanted = {f.name for f in fields(LoadOptions)} - {"sessions", "checkpoints", "draft"}
+    missing = [name for name in wanted if f"--{name.replace('_', '-')}" not in said]
+    assert not missing and ("--draft " in said) == (verb != ("score",))
+
+
+def test_options_of_a_load_reach_it(small, monkeypatch):
+    asked = {}
+
+    def load(path, *, progress, **options):
+        asked.update(options)
+        raise FileError("enough")
+
+    monkeypatch.setattr("strata.model.load", load)
+    given = ("--ngram", "direct", "--slots", "7", "--experts", "mapped", "--pcie-share", "0.5", "--device", "cpu")
+    assert call("run", "x", *small, *given, "--pin").exit_code == 1
+    assert asked == {"context": 512, "threads": 1, "pin": True, "kv": "auto", "prefill": "auto", "device": "cpu",
+                     "slots": 7, "experts": "mapped", "pcie_share": 0.5, "ngram": "direct"}  # fmt: skip
+    done = call("run", "x", *small, "--ngram", "sideways")
+    assert done.exit_code == 1 and "enough" in done.stderr
+    monkeypatch.undo()
+    done = call("run", "x", *small, "--ngram", "sideways")
+    assert done.exit_code == 2 and "ngram is unknown; found 'sideways'; needed auto, mapped, direct" in done.stderr
 
 
 # ---- which model
@@ -233,7 +263,7 @@ def test_chat_in_a_pipe_keeps_history_and_obeys_commands(model, small):
     again = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Continue."}]
     c = model.chat(again, thinking=False, **options)
     d = model.chat([*again, c.message, {"role": "user", "content": "three"}], thinking=True, **options)
-    lines = "Explain lists.\n\nContinue.\n/reset\nContinue.\n/think\nthree\n/quit\nnever\n"
+    lines = "Explain lists.\n\nContinue.\n/reset\nContinue.\n/think\nthree\n/exit \nnever\n"
     done = call("chat", "--system", "Be brief.", "--no-think", "-n", "12", *small, stdin=lines)
     assert done.exit_code == 0, done.stderr
     assert done.stdout == "".join(answer.text + "\n" for answer in (a, b, c, d))
@@ -245,9 +275,9 @@ def test_chat_in_a_pipe_ends_at_an_error_and_at_the_end_of_input(small):
     done = call("chat", *small, "-n", "4", stdin="one " * 600 + "\ntwo\n")
     assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr.startswith("strata chat: ")
-    done = call("chat", *small, stdin="/help\n/dance\n")
+    done = call("chat", *small, stdin="/help\n/dance\n/quit\nnever\n")
     assert (done.exit_code, done.stdout) == (0, "")
-    assert "no command /dance" in done.stderr
+    assert "no command /dance" in done.stderr and done.stderr.count("/exit or Ctrl-D leaves") == 2
 
 
 # ---- score
@@ -346,6 +376,21 @@ def test_an_empty_path_is_wrong_usage():
     for arguments in (("run", "x", "-m", ""), ("inspect", ""), ("plan", "")):
         done = call(*arguments)
         assert done.exit_code == 2 and "the path is empty" in done.output
+
+
+def test_bench_ngram_says_what_is_wrong_with_a_folder(tmp_path: Path):
+    file = tmp_path / "file"
+    file.touch()
+    for folder, found in ((tmp_path / "none", "No such file or directory"), (file, "Not a directory")):
+        done = call("bench", "ngram", "--folder", str(folder), "--gib", "0.01")
+        assert done.exit_code == 1 and done.stdout == ""
+        assert f"cannot be kept in '{folder}'; found {found}; needed a folder" in done.stderr
+        assert "Give another --folder" in done.stderr
+    done = call("bench", "ngram", "--folder", str(tmp_path), "--gib", "1000")
+    assert done.exit_code == 1 and "GiB free; needed 1000.00 GiB" in done.stderr
+    assert list(tmp_path.iterdir()) == [file]
+    done = call("bench", "ngram", "--folder", str(tmp_path), "--rows", "x")
+    assert done.exit_code == 2 and "--rows cannot be read" in done.stderr
 
 
 def test_doctor_of_a_place_that_is_not_there(tmp_path: Path):

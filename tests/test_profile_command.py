@@ -122,17 +122,19 @@ def test_calibrate_remembers_and_forgets(tiny_path, tmp_path, monkeypatch):
     monkeypatch.setenv("STRATA_CACHE", str(tmp_path))
 
     def measured(path, *, machine, windows, turns, device, say):
-        assert (windows, turns, device) == (3, 2, "cpu") and machine.ram_gbps_measured
-        trials = [Trial(Settings(threads=1), 2.0, 1.5), Trial(Settings(threads=2), 1.5, 1.49)]
+        assert (windows, turns, device) == (3, 4, "cpu") and machine.ram_gbps_measured
+        trials = [Trial(Settings(threads=1), 2.0, 1.5, 0.02), Trial(Settings(threads=2), 1.5, 1.49, 0.02),
+                  Trial(Settings(threads=3), 1.5, 1.2, 0.3)]  # fmt: skip
         return Calibration(str(path), "cpu", ExpertTimes(2, 8.0, 20.0), 50.0, None, None, trials, Settings(threads=1),
                            ["a note"])  # fmt: skip
 
     monkeypatch.setattr(calibration, "calibrate", measured)
-    words = ("calibrate", tiny_path.parent, "--windows", 3, "--turns", 2, "--device", "cpu")
+    words = ("calibrate", tiny_path.parent, "--windows", 3, "--turns", 4, "--device", "cpu")
     done = call(*words)
     assert done.exit_code == 0, done.output
-    for text in ("8.0 us for one row", "threads=1   1.500 ms a window, against 2.000: +25.0 %, kept", "not kept",
-                 "a note", "settings    threads=1", str(tmp_path / "calibration.json")):  # fmt: skip
+    for text in ("8.0 us for one row", "threads=1   1.500 ms a window, against 2.000: +25.0 %, turns within 2.0 %, k",
+                 "+0.7 %, turns within 2.0 %, not kept\n", "30.0 %, not kept: the turns differ by more", "a note",
+                 "settings    threads=1", str(tmp_path / "calibration.json")):  # fmt: skip
         assert text in done.stdout
     machine = Machine.here(tiny_path)
     assert remembered(machine, tiny_path) == Settings(threads=1)
@@ -141,8 +143,22 @@ def test_calibrate_remembers_and_forgets(tiny_path, tmp_path, monkeypatch):
     assert "forgotten" in call("calibrate", tiny_path, "--forget").stdout
     assert remembered(machine, tiny_path) is None
     assert json.loads(call("calibrate", tiny_path, "--forget", "--json").stdout)["forgotten"] is False
-    done = call("calibrate", tiny_path, "--turns", 0)
+    assert "nothing is kept" not in done.stdout
+    done = call("calibrate", tiny_path, "--turns", 2)
     assert done.exit_code == 2 and "--turns" in done.stderr
+
+
+def test_calibrate_says_that_nothing_is_kept(tiny_path, tmp_path, monkeypatch):
+    from strata import calibration
+    from strata.calibration import Calibration, ExpertTimes, Trial
+    from strata.runtime.remembered import Settings
+
+    monkeypatch.setenv("STRATA_CACHE", str(tmp_path))
+    trials = [Trial(Settings(threads=1), 2.0, 1.5, 0.4)]
+    found = Calibration("m", "cpu", ExpertTimes(2, 8.0, 20.0), 50.0, None, None, trials, Settings())
+    monkeypatch.setattr(calibration, "calibrate", lambda path, **options: found)
+    done = call("calibrate", tiny_path)
+    assert "nothing is kept" in done.stdout and "settings    as planned" in done.stdout
 
 
 def test_calibrate_refuses_a_device_that_is_not_there(tiny_path, monkeypatch):

@@ -198,28 +198,61 @@ def scripted(ms: dict[Settings, float], log: list):
 
 def test_turns_alternate_and_medians_count():
     order = []
-    times = {"a": iter([9.0, 5, 5, 5, 1]), "b": iter([4.0, 4, 90, 4, 4])}
+    times = {"a": iter([9.0, 5, 5, 5, 1, 5, 5]), "b": iter([4.0, 4, 90, 4, 4, 4, 4])}
 
     def timer(name):
         return lambda: order.append(name) or next(times[name])
 
-    assert compare(timer("a"), timer("b"), 5) == (5, 4)
-    assert "".join(order) == "abbaabbaab"
-    with pytest.raises(BadArgument, match="turns"):
-        compare(timer("a"), timer("b"), 0)
+    base, candidate, spread = compare(timer("a"), timer("b"), 7)
+    assert (base, candidate) == (5, 4)
+    assert spread == pytest.approx(3.2), "gains of turns: -17 and 0.56 do not count, -3 and 0.2 do"
+    assert "".join(order) == "abbaabbaabbaab"
+    for turns in (0, 1, 2):
+        with pytest.raises(BadArgument, match="turns"):
+            compare(timer("a"), timer("b"), turns)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from([3, 5, 7, 9]), st.sampled_from([0.05, 0.2, 0.5]))
+def test_the_spread_is_that_of_the_turns(seed, turns, noise):
+    """It is at most what the gains of all turns span, and a gain within it is never kept."""
+    rng = np.random.default_rng(seed)
+    ms = np.exp(noise * rng.standard_normal((2, turns)))
+    base, candidate, spread = compare(iter(ms[0]).__next__, iter(ms[1]).__next__, turns)
+    gains = 1 - ms[1] / ms[0]
+    assert 0 <= spread <= np.ptp(gains) and (base, candidate) == tuple(np.median(ms, axis=1))
+    trial = Trial(Settings(threads=1), base, candidate, spread)
+    assert trial.kept == (trial.gain >= 0.03 and trial.gain > spread)
+
+
+@pytest.mark.parametrize("turns, most", [(3, 0.08), (5, 0.01), (7, 0.01)])
+def test_noise_is_seldom_kept_and_a_gain_is(turns, most):
+    """Two settings that cost the same on a noisy machine, and one that saves a half, 400 comparisons each."""
+    rng = np.random.default_rng(turns)
+
+    def kept(factor: float) -> float:
+        def timer(ms: float):
+            return lambda: ms * float(np.exp(0.08 * rng.standard_normal()))
+
+        found = [Trial(Settings(threads=1), *compare(timer(1), timer(factor), turns)).kept for _ in range(400)]
+        return float(np.mean(found))
+
+    assert kept(1.0) <= most
+    assert kept(0.5) >= 0.9
 
 
 def test_only_gains_of_three_percent_are_kept():
     a, b, c, d = (Settings(threads=n) for n in (6, 5, 4, 3))
     log: list = []
-    best, trials = try_settings([a, b, c, d], scripted({Settings(): 10, a: 9.8, b: 9.0, c: 9.5, d: 8.9}, log), 3)
+    best, trials = try_settings([a, b, c, d], scripted({Settings(): 10, a: 9.8, b: 9.0, c: 9.5, d: 8.9}, log), 7)
     assert best == b
     assert [t.kept for t in trials] == [False, True, False, False]
     assert [t.base_ms for t in trials] == [10, 10, 9, 9] and trials[1].gain == pytest.approx(0.1)
     opened = [entry[1] for entry in log if isinstance(entry, tuple) and entry[0] == "open"]
     closed = [entry[1] for entry in log if isinstance(entry, tuple) and entry[0] == "close"]
     assert opened == [Settings(), a, b, c, d] and sorted(map(str, closed)) == sorted(map(str, opened))
-    assert Trial(a, 100, 97.1).kept is False and Trial(a, 100, 97).kept is True
+    assert Trial(a, 100, 97.1, 0).kept is False and Trial(a, 100, 97, 0).kept is True
+    assert Trial(a, 100, 90, 0.11).kept is False and Trial(a, 100, 90, 0.09).kept is True
     log.clear()
     assert try_settings([], scripted({Settings(): 1}, log), 3) == (Settings(), [])
 
@@ -295,7 +328,7 @@ def test_calibration_of_the_bundled_model(tiny_path):
     """Times are positive and eight rows cost more than one; without a GPU there is no link and no split."""
     machine = replace(Machine.here(tiny_path), gpus=(), ram_gbps=50.0)
     said: list[str] = []
-    found = calibration.calibrate(tiny_path, machine=machine, windows=2, turns=1, say=said.append)
+    found = calibration.calibrate(tiny_path, machine=machine, windows=2, turns=3, say=said.append)
     assert found.device == "cpu" and found.link_gbps is None and found.split is None
     assert 0 < found.experts.one_us < found.experts.eight_us < 8 * 20 * found.experts.one_us
     counts = worker_counts(found.experts.threads)
@@ -322,11 +355,11 @@ def test_a_link_gives_a_suggestion(tiny_path, monkeypatch):
     card = Machine.describe(gpu="RTX 5070").gpus
     machine = replace(Machine.here(tiny_path), gpus=card, ram_gbps=500.0)
     monkeypatch.setattr(calibration, "_link", lambda gpu, notes: 25.0)
-    found = calibration.calibrate(tiny_path, machine=machine, windows=1, turns=1)
+    found = calibration.calibrate(tiny_path, machine=machine, windows=1, turns=3)
     assert found.device == "cpu" and found.link_gbps == 25.0 and 0 <= found.split.pcie_num <= 256
     assert [t.candidate.threads for t in found.trials] == worker_counts(found.experts.threads)
     assert found.record()["split"]["pcie_num"] == found.split.pcie_num
-    alone = calibration.calibrate(tiny_path, machine=machine, windows=1, turns=1, device="cpu")
+    alone = calibration.calibrate(tiny_path, machine=machine, windows=1, turns=3, device="cpu")
     assert alone.split is None and alone.link_gbps is None
 
 
@@ -347,10 +380,10 @@ def test_shares_are_compared_on_one_model(tiny_path, monkeypatch):
     split = choose_split(costs_of(20, 20), 10)
     assert split.pcie_num == 128
     with load(tiny_path, context=64, device="cpu") as model:
-        best, trials = calibration._try_shares(model, hybrid, split, 1, 2)
+        best, trials = calibration._try_shares(model, hybrid, split, 1, 3)
     assert best == Settings(pcie_num=128)
     assert [(t.candidate.pcie_num, t.base_ms, t.candidate_ms) for t in trials] == [(128, 3.0, 2.0), (0, 2.0, 4.0)]
-    assert hybrid.set_to == [0.25, 0.5, 0.5, 0.25, 0.5, 0.0, 0.0, 0.5]
+    assert hybrid.set_to == [0.25, 0.5, 0.5, 0.25, 0.25, 0.5, 0.5, 0.0, 0.0, 0.5, 0.5, 0.0]
 
 
 @pytest.mark.gpu

@@ -69,18 +69,19 @@ class _Verbs(TyperGroup):
         return name, None if known is None else _verb(known.name), rest
 
     def invoke(self, ctx: Any) -> Any:
+        verb = _named([*ctx._protected_args, *ctx.args])
         try:
             return super().invoke(ctx)
         except StrataError as error:
-            _say(ctx, str(error))
+            _say(verb, str(error))
             raise typer.Exit(USAGE if isinstance(error, BadArgument) else FAILED) from None
         except MemoryError as error:
-            _say(ctx, f"out of memory: {error}" if str(error) else "out of memory")
+            _say(verb, f"out of memory: {error}" if str(error) else "out of memory")
             raise typer.Exit(FAILED) from None
         except BrokenPipeError:
             raise typer.Exit(PIPE_CLOSED) from None
         except OSError as error:
-            _say(ctx, _reason(error))
+            _say(verb, _reason(error))
             raise typer.Exit(FAILED) from None
         except KeyboardInterrupt:
             if sys.stderr.isatty():
@@ -88,9 +89,14 @@ class _Verbs(TyperGroup):
             raise typer.Exit(INTERRUPTED) from None
 
 
-def _say(ctx: Any, text: str) -> None:
+def _named(words: list[str]) -> str:
+    """The verb that words of a command line call, as "bench decode"."""
+    return " ".join(words[:2] if words[:1] == ["bench"] else words[:1])
+
+
+def _say(verb: str, text: str) -> None:
     with contextlib.suppress(OSError):  # nobody can be told then
-        typer.echo(f"strata {ctx.invoked_subcommand}: {text}", err=True)
+        typer.echo(f"strata {verb}: {text}", err=True)
 
 
 def _reason(error: OSError) -> str:

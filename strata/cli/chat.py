@@ -18,53 +18,26 @@ if TYPE_CHECKING:
     from strata.model import Model
     from strata.records import ChatResult
 
-HELP = "/quit leaves, /reset forgets the conversation, /think switches thinking, /help says this."
+HELP = "/exit or Ctrl-D leaves, /reset forgets the conversation, /think switches thinking, /help says this."
+LEAVE = ("/exit", "/quit")
 
 
+@flags.takes(answer=flags.ANSWER, load=flags.LOAD_AND_DRAFT)
 def command(
     model: flags.Model = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     think: Annotated[bool | None, typer.Option("--think/--no-think", help="Default: the template's own.")] = None,
-    max_tokens: flags.MaxTokens = None,
-    temperature: flags.Temperature = None,
-    top_k: flags.TopK = None,
-    top_p: flags.TopP = None,
-    min_p: flags.MinP = None,
-    repetition_penalty: flags.RepetitionPenalty = None,
-    presence_penalty: flags.PresencePenalty = None,
-    frequency_penalty: flags.FrequencyPenalty = None,
-    penalty_last_n: flags.PenaltyLastN = None,
-    logit_bias: flags.LogitBias = None,
-    seed: flags.Seed = None,
-    stop: flags.Stop = None,
-    context: flags.Context = None,
-    threads: flags.Threads = None,
-    pin: flags.Pin = False,
-    kv: flags.Kv = "auto",
-    prefill: flags.Prefill = "auto",
-    device: flags.Device = None,
-    vram_gib: flags.VramGib = None,
-    slots: flags.Slots = None,
-    experts: flags.Experts = None,
-    pcie_share: flags.PcieShare = None,
-    profile: flags.Profile = None,
-    draft: flags.Draft = None,
-    draft_acceptance: flags.DraftAcceptance = None,
+    *,
+    answer: flags.Options,
+    load: flags.Options,
 ) -> None:
-    """Talk with a model. Each line is a message; /quit, /reset, /think and /help are commands.
+    """Talk with a model. Each line is a message; /exit, /reset, /think and /help are commands.
 
     On a terminal, reasoning is shown dim; in a pipe only answers are written, one after another. Ctrl-C ends an answer,
     and between answers the program (exit status 130).
     """
-    options = flags.answer_options(
-        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
-        penalty_last_n=penalty_last_n, logit_bias=logit_bias, seed=seed, stop=stop, draft_acceptance=draft_acceptance,
-    )  # fmt: skip
-    with flags.loaded(
-        model, context=context, threads=threads, pin=pin, kv=kv, prefill=prefill, draft=draft, device=device,
-        vram_gib=vram_gib, slots=flags.slots(slots), experts=experts, pcie_share=pcie_share, profile=profile,
-    ) as loaded:  # fmt: skip
+    options = flags.answer_options(**answer)
+    with flags.loaded(model, **load) as loaded:
         Conversation(loaded, system, think, options).talk()
 
 
@@ -80,13 +53,13 @@ class Conversation:
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
 
     def talk(self) -> None:
-        """Answer lines of stdin until it ends or /quit. In a pipe the first error ends the talk."""
+        """Answer lines of stdin until it ends or /exit. In a pipe the first error ends the talk."""
         note(HELP)
         for line in _lines(self.watched):
             if line.startswith("/"):
-                if line == "/quit":
+                if line.strip() in LEAVE:
                     return
-                self._obey(line)
+                self._obey(line.strip())
             elif line.strip():
                 try:
                     interrupted = self._answer(line)

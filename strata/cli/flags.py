@@ -6,7 +6,9 @@ A flag that is not given is not handed on, so every default is the library's own
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,7 +29,7 @@ Json = Annotated[bool, Option("--json", help="Print one JSON record instead.")]
 # ---- loading
 
 
-def _path(text: str) -> Path:
+def path_of(text: str) -> Path:
     """A path of the command line. An empty one, as of a variable that is not set, would mean the current folder."""
     if not text:
         raise typer.BadParameter("the path is empty")
@@ -35,9 +37,9 @@ def _path(text: str) -> Path:
 
 
 _MODEL_HELP = "GGUF file or its folder; default: STRATA_MODEL, or the bundled model of a checkout."
-Model = Annotated[Path | None, Option("--model", "-m", parser=_path, metavar="PATH", help=_MODEL_HELP)]
+Model = Annotated[Path | None, Option("--model", "-m", parser=path_of, metavar="PATH", help=_MODEL_HELP)]
 ModelFile = Annotated[
-    Path | None, typer.Argument(parser=_path, metavar="FILE", help=_MODEL_HELP, show_default=False)
+    Path | None, typer.Argument(parser=path_of, metavar="FILE", help=_MODEL_HELP, show_default=False)
 ]
 Context = Annotated[int | None, Option(help="Cells for prompt and answer; default: the trained context, or what fits.")]
 Threads = Annotated[int | None, Option(help="CPU threads; default: one per physical core.")]
@@ -55,9 +57,35 @@ Experts = Annotated[str | None, Option(help="Where RAM holds the others: auto, m
 PcieShare = Annotated[
     float | None, Option(help="Share of missing experts that the GPU reads over PCIe, 0 to 1; default: by cost.")
 ]
-Profile = Annotated[Path | None, Option(help="Expert profile: which experts the GPU holds first.")]
+_PROFILE_HELP = "Expert profile: which experts the GPU holds first."
+Profile = Annotated[Path | None, Option(parser=path_of, metavar="PATH", help=_PROFILE_HELP)]
 
 Draft = Annotated[str | None, Option(help="off, auto, lookup, or a draft layer's file or folder.")]
+Ngram = Annotated[str | None, Option(help="How rows of the n-gram table are read: auto, mapped or direct.")]
+
+Group = Mapping[str, tuple[Any, Any]]
+"""Options that belong together: name -> (annotation, default)."""
+
+Options = Mapping[str, Any]
+"""Values of a group's options, as a command gets them."""
+
+LOAD: Group = {
+    "context": (Context, None),
+    "threads": (Threads, None),
+    "pin": (Pin, False),
+    "kv": (Kv, "auto"),
+    "prefill": (Prefill, "auto"),
+    "device": (Device, None),
+    "vram_gib": (VramGib, None),
+    "slots": (Slots, None),
+    "experts": (Experts, None),
+    "pcie_share": (PcieShare, None),
+    "profile": (Profile, None),
+    "ngram": (Ngram, None),
+}
+"""Of `strata.load`, where the command does not choose."""
+
+LOAD_AND_DRAFT: Group = LOAD | {"draft": (Draft, None)}
 
 # ---- answering
 
@@ -78,6 +106,47 @@ Stop = Annotated[list[str] | None, Option(help="End the answer before this text.
 DraftAcceptance = Annotated[str | None, Option(help="Of sampled drafts: exact or rejection.")]
 IgnoreEos = Annotated[bool, Option("--ignore-eos", help="Go on after stop tokens.")]
 
+ANSWER: Group = {
+    "max_tokens": (MaxTokens, None),
+    "temperature": (Temperature, None),
+    "top_k": (TopK, None),
+    "top_p": (TopP, None),
+    "min_p": (MinP, None),
+    "repetition_penalty": (RepetitionPenalty, None),
+    "presence_penalty": (PresencePenalty, None),
+    "frequency_penalty": (FrequencyPenalty, None),
+    "penalty_last_n": (PenaltyLastN, None),
+    "logit_bias": (LogitBias, None),
+    "seed": (Seed, None),
+    "stop": (Stop, None),
+    "draft_acceptance": (DraftAcceptance, None),
+}
+"""Of `generate` and `chat`."""
+
+
+def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator of a command: its parameter of a group's name becomes the group's options, and gets their values as one
+    dict."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        shown: list[inspect.Parameter] = []
+        for own in inspect.signature(command, eval_str=True).parameters.values():
+            options = groups.get(own.name, {own.name: (own.annotation, own.default)})
+            shown += [own.replace(name=n, annotation=kind, default=value) for n, (kind, value) in options.items()]
+
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            grouped = {group: {name: given.pop(name) for name in names} for group, names in groups.items()}
+            command(**given, **grouped)
+
+        run.__signature__ = inspect.Signature(shown)  # what Typer reads, and the hints
+        run.__annotations__ = {one.name: one.annotation for one in shown}
+        del run.__wrapped__
+        return run
+
+    return decorate
+
+
 
 def slots(text: str | None) -> int | str | None:
     """The value of --slots for a load. BadArgument if it is neither a number nor "all"."""
@@ -89,19 +158,20 @@ def slots(text: str | None) -> int | str | None:
 
 @contextlib.contextmanager
 def loaded(given: Path | None, **options: Any) -> Iterator[LoadedModel]:
-    """The model of a command, loaded with those options that are not None and closed at the end."""
+    """The model of a command, loaded with those options that are not None and closed at the end. slots: a text."""
+    options["slots"] = slots(options.get("slots"))
     path = find_model(given)
     with working(f"loading {path.name}") as status, quiet_interrupt():
         # Here, because it takes a second: wrong usage is told at once.
         from strata.model import load
 
-        told = None if status is None else lambda p: status(f"loading {path.name}: {_progress_text(p)}")
+        told = None if status is None else lambda p: status(f"loading {path.name}: {progress_text(p)}")
         model = load(path, progress=told, **{name: value for name, value in options.items() if value is not None})
     with model:
         yield model
 
 
-def _progress_text(p: LoadProgress) -> str:
+def progress_text(p: LoadProgress) -> str:
     """A report in words, as "compiling linear, 3 of 21"."""
     if p.what == UPLOADING:
         return f"{p.what}, {p.done >> 20:,} of {p.total >> 20:,} MiB"

@@ -46,7 +46,10 @@ def command(
     checkpoints: Annotated[int, typer.Option(help="Recurrent states kept in RAM.")] = 6,
     reserve_mib: Annotated[float | None, typer.Option(help="VRAM left free, MiB.")] = None,
     hit_rate: Annotated[float | None, typer.Option(help="Share of routed experts found in VRAM, if known.")] = None,
-    profile: Annotated[Path | None, typer.Option(help="Expert profile file.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(parser=flags.path_of, metavar="PATH", help="Expert profile file.")
+    ] = None,
+    ngram: Annotated[str, typer.Option(help="How rows of the n-gram table are read: auto, mapped or direct.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU workers.")] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Time this machine's kernels, no listed rates.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
@@ -70,6 +73,7 @@ def command(
         "reserve_mib": reserve_mib,
         "hit_rate": hit_rate,
         "profile": profile,
+        "ngram": ngram,
         "threads": threads,
     }
     described = {

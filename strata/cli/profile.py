@@ -57,7 +57,7 @@ def command(
     need(max_tokens is None or max_tokens >= 1, "--max-tokens is too small", found=max_tokens, needed=">= 1")
     for place in filter(None, (out, trace)):
         _check_place(place)
-    path = find_model(file)
+    path = find_model(file, "the argument")
     layers, experts, expert_bytes = _experts(path)
     if from_trace:
         from strata.runtime.simulate import trace_windows

@@ -14,7 +14,7 @@ from strata.base.errors import need
 from strata.cli import FAILED, INTERRUPTED, flags
 from strata.cli.experts_text import expert_lines
 from strata.cli.locate import find_model
-from strata.cli.output import Bar, first_interrupt, is_terminal, note, write
+from strata.cli.output import Bar, first_interrupt, is_terminal, note, quiet_interrupt, working, write
 
 if TYPE_CHECKING:
     from strata.model import Model
@@ -25,37 +25,16 @@ BAR_TOKENS = 512
 """Prompts from this length on show how far they are read."""
 
 
+@flags.takes(answer=flags.ANSWER, load=flags.LOAD_AND_DRAFT)
 def command(
     prompt: Annotated[str, typer.Argument(help='The text to continue; "-" reads it from stdin.', show_default=False)],
     model: flags.Model = None,
-    max_tokens: flags.MaxTokens = None,
-    temperature: flags.Temperature = None,
-    top_k: flags.TopK = None,
-    top_p: flags.TopP = None,
-    min_p: flags.MinP = None,
-    repetition_penalty: flags.RepetitionPenalty = None,
-    presence_penalty: flags.PresencePenalty = None,
-    frequency_penalty: flags.FrequencyPenalty = None,
-    penalty_last_n: flags.PenaltyLastN = None,
-    logit_bias: flags.LogitBias = None,
-    seed: flags.Seed = None,
-    stop: flags.Stop = None,
+    *,
+    answer: flags.Options,
     ignore_eos: flags.IgnoreEos = False,
     logprobs: Annotated[bool, typer.Option("--logprobs", help="Report log-probabilities (with --json).")] = False,
     top_logprobs: Annotated[int | None, typer.Option(help="And of this many most likely tokens, up to 20.")] = None,
-    context: flags.Context = None,
-    threads: flags.Threads = None,
-    pin: flags.Pin = False,
-    kv: flags.Kv = "auto",
-    prefill: flags.Prefill = "auto",
-    device: flags.Device = None,
-    vram_gib: flags.VramGib = None,
-    slots: flags.Slots = None,
-    experts: flags.Experts = None,
-    pcie_share: flags.PcieShare = None,
-    profile: flags.Profile = None,
-    draft: flags.Draft = None,
-    draft_acceptance: flags.DraftAcceptance = None,
+    load: flags.Options,
     check: Annotated[
         bool, typer.Option("--check", help="Compare the GPU with the CPU on the prompt, bit by bit, and stop.")
     ] = False,
@@ -69,20 +48,13 @@ def command(
     Ctrl-C ends the answer at the next token, with exit status 130; a second one ends the program at once.
     """
     options = flags.answer_options(
-        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
-        penalty_last_n=penalty_last_n, logit_bias=logit_bias, seed=seed, stop=stop, ignore_eos=ignore_eos,
-        draft_acceptance=draft_acceptance,
-        logprobs=logprobs or top_logprobs is not None, top_logprobs=top_logprobs,
-    )  # fmt: skip
+        **answer, ignore_eos=ignore_eos, logprobs=logprobs or top_logprobs is not None, top_logprobs=top_logprobs
+    )
     text = sys.stdin.read() if prompt == "-" else prompt
     if check:
-        _check(model, text, context, kv, threads, device, json_)
+        _check(model, text, load["context"], load["kv"], load["threads"], load["device"], json_)
         return
-    with flags.loaded(
-        model, context=context, threads=threads, pin=pin, kv=kv, prefill=prefill, draft=draft, device=device,
-        vram_gib=vram_gib, slots=flags.slots(slots), experts=experts, pcie_share=pcie_share, profile=profile,
-    ) as loaded:  # fmt: skip
+    with flags.loaded(model, **load) as loaded:
         tokens = loaded.tokenize(text)
         with Bar("reading the prompt", "tokens") as bar:
             stream = loaded.stream(tokens, progress=bar.update if len(tokens) >= BAR_TOKENS else None, **options)
@@ -110,9 +82,14 @@ def _check(
     check_device_name(device or "auto")
     need(device != "cpu", "--check compares a GPU with the CPU", found="--device cpu", needed="cuda or cuda:N")
     index = int((device or "").partition(":")[2] or 0)
-    with Bar("checking", "tokens") as bar:
-        report = checking.check(find_model(given), text, context=context, kv="f16" if kv == "auto" else kv,
-                                threads=threads, index=index, progress=bar.update)  # fmt: skip
+    path = find_model(given)
+    with working(f"checking {path.name}") as status, quiet_interrupt():
+        tell = status or (lambda text: None)
+        report = checking.check(
+            path, text, context=context, kv="f16" if kv == "auto" else kv, threads=threads, index=index,
+            progress=lambda done, n: tell(f"checking {path.name}: {done} of {n} tokens"),
+            loading=lambda p: tell(f"checking {path.name}: {flags.progress_text(p)}"),
+        )  # fmt: skip
     typer.echo(json.dumps(report.record()) if json_ else str(report))
     if report.difference is not None:
         raise typer.Exit(FAILED)

@@ -16,23 +16,15 @@ from strata.cli import flags
 from strata.cli.output import Bar
 
 
+@flags.takes(load=flags.LOAD)
 def command(
     file: Annotated[Path, typer.Argument(help='A UTF-8 text; "-" reads stdin.', show_default=False)],
     model: flags.Model = None,
     window: Annotated[int | None, typer.Option(help="Tokens read from each empty state; default: the context.")] = None,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", "-n", help="Use only the first tokens.")] = None,
     special: Annotated[bool, typer.Option("--special", help="Control tokens in the text are control tokens.")] = False,
-    context: flags.Context = None,
-    threads: flags.Threads = None,
-    pin: flags.Pin = False,
-    kv: flags.Kv = "auto",
-    prefill: flags.Prefill = "auto",
-    device: flags.Device = None,
-    vram_gib: flags.VramGib = None,
-    slots: flags.Slots = None,
-    experts: flags.Experts = None,
-    pcie_share: flags.PcieShare = None,
-    profile: flags.Profile = None,
+    *,
+    load: flags.Options,
     json_: flags.Json = False,
 ) -> None:
     """Measure nats per token and perplexity of a text.
@@ -42,10 +34,7 @@ def command(
     text = _read(file)
     for name, value, least in (("--window", window, 2), ("--max-tokens", max_tokens, 2)):
         need(value is None or value >= least, f"{name} is too small", found=value, needed=f">= {least}")
-    with flags.loaded(
-        model, context=context, threads=threads, pin=pin, kv=kv, prefill=prefill, device=device, vram_gib=vram_gib,
-        slots=flags.slots(slots), experts=experts, pcie_share=pcie_share, profile=profile,
-    ) as loaded:
+    with flags.loaded(model, **load) as loaded:
         tokens = loaded.tokenize(text, special)[:max_tokens]
         need(len(tokens) >= 2, "the text is too short to score", found=f"{len(tokens)} tokens", needed=">= 2")
         size = min(window or loaded.context, len(tokens))

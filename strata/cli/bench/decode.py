@@ -26,24 +26,15 @@ from strata.planner.machine import Machine
 WARM_UP_TOKENS = 32
 
 
+@flags.takes(load=flags.LOAD_AND_DRAFT | {"draft": (flags.Draft, "auto")})
 def command(
     model: flags.Model = None,
     tokens: Annotated[int, typer.Option("--tokens", "-n", help="Tokens decoded in a repeat.")] = 256,
     prefill_tokens: Annotated[int, typer.Option(help="Prompt tokens read in a repeat.")] = 1024,
     repeat: Annotated[int, typer.Option("--repeat", "-r", help="Repeats; medians and spread are reported.")] = 5,
     ops: Annotated[bool, typer.Option("--ops", help="Add the time of each kind of op.")] = False,
-    context: flags.Context = None,
-    threads: flags.Threads = None,
-    pin: flags.Pin = False,
-    kv: flags.Kv = "auto",
-    prefill: flags.Prefill = "auto",
-    device: flags.Device = None,
-    vram_gib: flags.VramGib = None,
-    slots: flags.Slots = None,
-    experts: flags.Experts = None,
-    pcie_share: flags.PcieShare = None,
-    profile: flags.Profile = None,
-    draft: flags.Draft = "auto",
+    *,
+    load: flags.Options,
     json_: flags.Json = False,
 ) -> None:
     """Measure greedy decode (without drafts) and prefill of a stored text, and split a token's time. Then decode code,
@@ -53,20 +44,19 @@ def command(
     overhead of a job of equal chunks; waiting for a thread that has more to do counts as kernels. text: tokens to
     characters, stop strings. Python: everything else, in the backend's entry points and in the generate loop.
     On a GPU the device's time is that of the backend's entry points; `strata bench gpu` looks into it.
-    ratio: tokens/s with drafts over tokens/s without, median of the repeats; its CPU form counts CPU seconds of all
-    threads and says more where other programs use the machine.
+    Drafting: tokens/s are medians of the repeats, and ratio is the one over the other. pairs: in a repeat the answer is
+    decoded without and with drafts side by side, and this is the median of their ratios, with the smallest and the
+    largest; it leaves out what changes between repeats. CPU: the same by CPU seconds of all threads, which says more
+    where other programs use the machine.
     """
     counts = (("--tokens", tokens, 2), ("--prefill-tokens", prefill_tokens, 2), ("--repeat", repeat, 1))
     for name, value, least in counts:
         need(value >= least, f"{name} is too small", found=value, needed=f">= {least}")
     cells = max(PROMPT_TOKENS + tokens, prefill_tokens) + CONTEXT_RESERVE + 1
-    context = context if context is not None else -(-cells // CELL_ROWS) * CELL_ROWS
+    context = load["context"] if load["context"] is not None else -(-cells // CELL_ROWS) * CELL_ROWS
     need(context >= cells, "--context is too small for this bench", found=context, needed=f">= {cells}")
     load_average = os.getloadavg()[0]
-    with flags.loaded(
-        model, context=context, threads=threads, pin=pin, kv=kv, prefill=prefill, draft=draft, device=device,
-        vram_gib=vram_gib, slots=flags.slots(slots), experts=experts, pcie_share=pcie_share, profile=profile,
-    ) as loaded:  # fmt: skip
+    with flags.loaded(model, **load | {"context": context}) as loaded:
         text = _stored("prompt.txt")
         bench = Speed(loaded, text)
         with working("warming up"):
@@ -102,7 +92,7 @@ def command(
                 "jobs_per_token": round(statistics.median(s.jobs for s in split), 1),
                 "job_overhead_us": round(bench.overhead_us, 3),
             },
-            "prefill": {"tokens": prefill_tokens, "mode": prefill, "tokens_per_s": _spread(reading)},
+            "prefill": {"tokens": prefill_tokens, "mode": load["prefill"], "tokens_per_s": _spread(reading)},
             "ops_us_per_token": _ops(split),
             "experts": loaded.stats()["experts"],
             "drafting": drafting,
@@ -144,12 +134,17 @@ def _pairs(pairs: list[Pair]) -> dict[str, Any]:
     return {
         "without_tokens_per_s": _spread([p.per_s[0] for p in pairs]),
         "with_tokens_per_s": _spread([p.per_s[1] for p in pairs]),
-        "ratio": _spread([p.speedup[0] for p in pairs], 3),
-        "cpu_ratio": _spread([p.speedup[1] for p in pairs], 3),
+        "ratio": round(_median_rate(pairs, 1) / _median_rate(pairs, 0), 3),
+        "pair_ratio": _spread([p.speedup[0] for p in pairs], 3),
+        "pair_cpu_ratio": _spread([p.speedup[1] for p in pairs], 3),
         "committed_per_window": round(committed / windows, 2),
         "draft_ms_per_window": round(sum(p.drafts["draft_ms"] for p in pairs) / windows, 3),
         "by_source": {s: e | {"rate": round(e["accepted"] / e["offered"], 3)} for s, e in sources.items()},
     }
+
+
+def _median_rate(pairs: list[Pair], which: int) -> float:
+    return statistics.median(p.per_s[which] for p in pairs)
 
 
 def _spread(values: list[float], digits: int = 2) -> dict[str, float]:
@@ -228,13 +223,14 @@ def _shared_text(parts: dict[str, float]) -> list[str]:
 def _drafting_text(drafting: dict[str, Any]) -> list[str]:
     probes = f"probes {100 * drafting['probe_share']:.1f} % of the time"
     lines = [f"drafting   {' and '.join(drafting['drafters'])}; {probes}"]
-    lines.append("           tokens/s without     with    ratio  CPU ratio  a window  drafts accepted")
+    lines.append("           tokens/s without     with  ratio  pairs (from, to)       CPU    a window  drafts accepted")
     for kind, found in drafting["texts"].items():
         rates = ", ".join(f"{s} {e['accepted']} of {e['offered']}" for s, e in found["by_source"].items()) or "none"
         without, with_ = found["without_tokens_per_s"]["median"], found["with_tokens_per_s"]["median"]
-        ratio, cpu = found["ratio"]["median"], found["cpu_ratio"]["median"]
-        lines.append(f"  {kind:<15}{without:>10.1f}{with_:>9.1f}{ratio:>9.3f}{cpu:>11.3f}"
-                     f"{found['committed_per_window']:>10.2f}  {rates}")  # fmt: skip
+        pairs, cpu = found["pair_ratio"], found["pair_cpu_ratio"]["median"]
+        lines.append(f"  {kind:<15}{without:>10.1f}{with_:>9.1f}{found['ratio']:>7.3f}  {pairs['median']:.3f} "
+                     f"({pairs['min']:.3f}, {pairs['max']:.3f})  {cpu:>6.3f}{found['committed_per_window']:>10.2f}  "
+                     f"{rates}")  # fmt: skip
     return lines
 
 

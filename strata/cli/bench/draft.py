@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from strata.synth import SynthSpec
 
 REPLAYED_TOKENS = 1024
+BUDGET_S = 40.0
+"""For all answers, where their lengths are not given."""
+
 DISTINCT_PIECES = 8
 """Of every tensor of experts of a made model: 64 MiB drawn, then repeated, so that a model is ready in seconds."""
 
@@ -35,8 +38,12 @@ def command(
     n_experts: Annotated[int, typer.Option("--n-experts", help="Its routed experts a layer.")] = 512,
     vocabulary: Annotated[int, typer.Option(help="Tokens of its vocabulary.")] = 248_320,
     acceptance: Annotated[str, typer.Option(help="Probabilities that a draft is right.")] = "0.5,0.7,0.9",
-    tokens: Annotated[int, typer.Option("--tokens", "-n", help="Tokens decoded in an answer.")] = 256,
-    repeat: Annotated[int, typer.Option("--repeat", "-r", help="Answers; medians are reported.")] = 3,
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", "-n", help="Tokens decoded in an answer; default: up to 256, see below.")
+    ] = None,
+    repeat: Annotated[
+        int | None, typer.Option("--repeat", "-r", help="Pairs of answers; medians are reported; default: 3, or 1.")
+    ] = None,
     threads: flags.Threads = None,
     device: flags.Device = None,
     vram_gib: flags.VramGib = None,
@@ -50,6 +57,9 @@ def command(
     nothing. How many drafts a window holds is the policy's choice, as it is when you use the library. A made model has
     the real widths and takes its experts from a table by position, neighbours sharing 35 % of them, since random
     weights would send all tokens to the same ones.
+
+    Without --tokens and --repeat they are chosen after a look at the model's speed, so that all answers together take
+    about 40 seconds, and printed. Longer: -n 256 -r 5.
     """
     from strata.synth import SynthSpec
 
@@ -57,7 +67,7 @@ def command(
     need(layers >= 0, "--layers is negative", found=layers)
     need(layers == 0 or model is None, "a made model and a file", found="--layers and --model", needed="one of them")
     for name, value, least in (("--tokens", tokens, 8), ("--repeat", repeat, 1)):
-        need(value >= least, f"{name} is too small", found=value, needed=f">= {least}")
+        need(value is None or value >= least, f"{name} is too small", found=value, needed=f">= {least}")
     spec = None
     if layers:
         from strata.planner.machine import Machine
@@ -68,7 +78,7 @@ def command(
         choose_device(Machine.here(), PlanOptions(device=device or "auto", vram_gib=vram_gib))
         spec = SynthSpec.of_types(experts, layers=layers, experts=n_experts, vocabulary=vocabulary, seed=seed,
                                   distinct_pieces=DISTINCT_PIECES)  # fmt: skip
-    report: dict[str, Any] = {"command": " ".join(["strata", *sys.argv[1:]]), "tokens": tokens, "repeats": repeat}
+    report: dict[str, Any] = {"command": " ".join(["strata", *sys.argv[1:]])}
     with _path(model, spec) as path:
         options = {"threads": threads, "device": device, "vram_gib": vram_gib, "kv": kv}
         report |= _measure(path, spec, wanted, tokens, repeat, seed, options, json_)
@@ -97,17 +107,25 @@ def _path(model: Path | None, spec: SynthSpec | None) -> Iterator[Path | None]:
 
 
 def _measure(
-    path: Path | None, spec: SynthSpec | None, acceptances: list[float], tokens: int, repeat: int, seed: int,
-    options: dict[str, Any], quiet: bool,
+    path: Path | None, spec: SynthSpec | None, acceptances: list[float], tokens: int | None, repeat: int | None,
+    seed: int, options: dict[str, Any], quiet: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    from strata.draft_speed import PROMPT_TOKENS, DraftGain, replayed_by_position
+    from strata.draft_speed import (
+        MOST_TOKENS,
+        PROMPT_TOKENS,
+        DraftGain,
+        answers_of,
+        lengths_for,
+        pace_of,
+        replayed_by_position,
+    )
     from strata.replay import routing_facts, skewed_ids
 
     def say(text: str) -> None:
         if not quiet:
             typer.echo(text)
 
-    context = -(-(PROMPT_TOKENS + tokens + CONTEXT_RESERVE + 1) // CELL_ROWS) * CELL_ROWS
+    context = -(-(PROMPT_TOKENS + (tokens or MOST_TOKENS) + CONTEXT_RESERVE + 1) // CELL_ROWS) * CELL_ROWS
     with flags.loaded(path, context=context, checkpoints=0, **options) as model:
         g, stats = model.geometry, model.stats()
         table = skewed_ids(REPLAYED_TOKENS, g.L, g.E, g.K, seed) if spec is not None else None
@@ -116,17 +134,22 @@ def _measure(
         say(f"model      {stats['file'] if spec is None else spec.name}, {g.L} layers")
         say(f"backend    {where['backend']} ({where['device']}), {where['threads']} threads")
         say(f"routing    {routing}")
-        say("")
-        say("acceptance   tokens/s without     with    ratio   a window  drafts accepted   "
-            "window of 2, 4, 8 rows over one")  # fmt: skip
         gains = []
         with replayed_by_position(model, table):
-            bench = DraftGain(model, tokens, seed)
+            chosen = lengths_for(pace_of(model, seed), BUDGET_S, len(acceptances), tokens, repeat)
+            say(f"answers    {answers_of(len(acceptances), chosen.repeats)} of {chosen.tokens} tokens, about "
+                f"{chosen.seconds:.0f} s")  # fmt: skip
+            say("")
+            say("acceptance   tokens/s without     with    ratio   a window  drafts accepted   "
+                "window of 2, 4, 8 rows over one")  # fmt: skip
+            bench = DraftGain(model, chosen.tokens, seed)
             for one in acceptances:
-                gains.append(bench.measure(one, repeat))
+                gains.append(bench.measure(one, chosen.repeats))
                 say(_line(gains[-1]))
     made = None if spec is None else asdict(spec)
-    return where | {"model": str(stats["file"]), "spec": made, "routing": routing, "gains": [_record(x) for x in gains]}
+    lengths = {"tokens": chosen.tokens, "repeats": chosen.repeats}
+    found = {"spec": made, "routing": routing, "gains": [_record(x) for x in gains]}
+    return lengths | where | {"model": str(stats["file"])} | found
 
 
 def _record(gain: Gain) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from strata.cli.bench.gpu import DISTINCT_PIECES, model_path
 from strata.cli.output import Bar
 
 if TYPE_CHECKING:
+    from strata.capped_experts import CappedSpeed
     from strata.experts_speed import ExpertsSpeed
 
 
@@ -34,15 +35,29 @@ def command(
     threads: flags.Threads = None,
     device: flags.Device = None,
     context: Annotated[int, typer.Option(help="Cells of the session.")] = 2048,
+    fraction: Annotated[
+        float | None,
+        typer.Option(help="Instead: decode with slots for this part of the experts; a card of 12 GB has 0.18 in Q2_0."),
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", "-n", help="With --fraction: tokens of a run.")] = 1000,
+    share: Annotated[
+        float | None, typer.Option("--pcie-share", help="With --fraction: share of the link; default: by cost.")
+    ] = None,
+    busy: Annotated[
+        bool, typer.Option("--busy-python", help="With --fraction: also beside a Python thread that computes.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of weights and routing.")] = 1,
     json_: flags.Json = False,
 ) -> None:
     """Measure windows with no experts in VRAM and with half of them, for some shares of the link.
 
     Routing is uniform and replayed. bound: the serial part, plus the longest branch at the costs that branches have
-    when they run alone, plus the joins. Branches are sums over layers.
+    when they run alone, or what memory takes for both that read it, plus the joins. Branches are sums over layers.
+
+    With --fraction few experts have slots and routing is skewed: with favourites that never change, and with some that
+    do. Rates, hits and what a simulated cache hits on the same routing are printed, then what the process does idle.
     """
-    from strata.experts_speed import measure
+    from strata import capped_experts, experts_speed
     from strata.planner.machine import Machine
     from strata.planner.memory import choose_device
     from strata.planner.options import PlanOptions
@@ -54,12 +69,34 @@ def command(
                               distinct_pieces=DISTINCT_PIECES)  # fmt: skip
     # Before a model is made, which takes minutes.
     choose_device(Machine.here(), PlanOptions(device=device or "cuda", experts=experts, pcie_share=0.5))
+    usual = {"threads": threads, "context": context, "device": device or "cuda", "seed": seed}
     with model_path(model, spec, None) as path, Bar("measuring", "settings") as bar:
-        found = measure(path, rows=rows, windows=windows, shares=wanted, threads=threads, context=context,
-                        experts=experts, device=device or "cuda", seed=seed, progress=bar.update)  # fmt: skip
+        if fraction is not None:
+            found = capped_experts.measure(path, fraction, tokens=tokens, learnt=tokens, share=share, busy=busy,
+                                           progress=bar.update, so_far=None if json_ else _Told(), **usual)  # fmt: skip
+        else:
+            found = experts_speed.measure(path, rows=rows, windows=windows, shares=wanted, experts=experts,
+                                          progress=bar.update, **usual)  # fmt: skip
         report: dict[str, Any] = {"command": " ".join(["strata", *sys.argv[1:]]), "model": str(path)}
     report |= {"spec": None if model is not None else asdict(spec), **found.record()}
-    typer.echo(json.dumps(report, indent=2) if json_ else "\n".join(lines(found)))
+    if json_:
+        typer.echo(json.dumps(report, indent=2))
+    elif fraction is None:
+        typer.echo("\n".join(lines(found)))
+
+
+class _Told:
+    """Prints what a measurement with few slots has found as it comes."""
+
+    def __init__(self) -> None:
+        self._n = 0
+
+    def __call__(self, found: CappedSpeed) -> None:
+        text = capped_lines(found)
+        for line in text[self._n :]:
+            typer.echo(line)
+        sys.stdout.flush()
+        self._n = len(text)
 
 
 def _shares(text: str) -> list[float]:
@@ -76,7 +113,8 @@ def lines(s: ExpertsSpeed) -> list[str]:
     loads = " and ".join(f"{x:.1f}" for x in s.load_s)
     out = [
         f"device     {s.device}, {s.threads} CPU threads",
-        f"model      {s.layers} layers, experts of {s.expert_bytes / 1e6:.2f} MB, loaded in {loads} s",
+        f"model      {s.layers} layers, experts of {s.expert_bytes / 1e6:.2f} MB, loaded in {loads} s; "
+        f"these threads read {s.ram_gbps:.0f} GB/s",
         "",
         f"{'':<12}{'share':>6}{'window us':>11}{'serial':>8}{'hits':>8}{'link':>8}{'CPU':>8}{'join':>7}"
         f"{'bound':>8}{'beyond':>8}  experts: hit, link, CPU; GB/s of link, CPU; waited for",
@@ -89,4 +127,51 @@ def lines(s: ExpertsSpeed) -> list[str]:
             f"{r.hit_entries:.0f}, {r.link_experts:.0f}, {r.cpu_experts:.0f}; {r.link_gbps:.1f}, {r.cpu_gbps:.1f}; "
             f"{waited}"
         )
+    return out
+
+
+PARTS = ("post", *(f"wait for {branch}" for branch in ("hits", "link", "cpu")), "join")
+
+
+def capped_lines(s: CappedSpeed) -> list[str]:
+    """The report of --fraction for people. Of a measurement that goes on, the first lines of what it will be."""
+    out = [
+        f"device     {s.device}, {s.threads} CPU threads, share of the link {s.share:.2f}",
+        f"model      {s.layers} layers of {s.experts} experts of {s.expert_bytes / 1e6:.2f} MB, {s.slots} slots "
+        f"({100 * s.slots / (s.layers * s.experts):.1f} %), {s.tokens} tokens a run",
+        "",
+        f"{'routing':<9}{'slots':<8}{'tokens/s':>9}{'hits':>8}{'without':>9}{'copies':>8}{'window us':>11}{'serial':>8}"
+        + "".join(f"{name.removeprefix('wait for '):>7}" for name in PARTS)
+        + f"{'other':>8}{'beside':>8}",
+    ]
+    for r in s.runs:
+        parts = "".join(f"{r.parts_us[name]:>7.0f}" for name in PARTS)
+        out.append(
+            f"{r.routing:<9}{r.policy:<8}{r.tokens_per_s:>9.1f}{100 * r.hit_rate:>7.1f}%{100 * r.without:>8.1f}%"
+            f"{r.copies_per_window:>8.2f}{r.window_us:>11.0f}{r.parts_us['serial']:>8.0f}{parts}{r.other_us:>8.0f}"
+            f"{r.beside_us:>8.0f}"
+        )
+    out += _busy_lines(s)
+    if s.simulated:
+        out += ["", "simulated on the same routing: hit rate (experts copied a window)"]
+    for sim in s.simulated:
+        found = ", ".join(f"{p.policy} {100 * p.hit_rate:.1f} % ({p.copies_per_window:.1f})" for p in sim.policies)
+        out.append(f"{sim.routing:<9}{found}")
+    if s.idle_cpu is not None:
+        gpu = "not told" if s.idle_gpu is None else f"{s.idle_gpu} %"
+        out.append(f"idle, a second after the last token: {s.idle_cpu:.2f} % of a CPU, GPU {gpu}")
+    return out
+
+
+def _busy_lines(s: CappedSpeed) -> list[str]:
+    """What a busy Python thread costs."""
+    if not s.busy:
+        return []
+    alone, *beside = s.busy
+    out = ["", f"beside a Python thread that computes; alone {alone.tokens_per_s:.1f} tokens/s, {alone.tokens} tokens"]
+    for b in beside:
+        more_us = 1e6 / b.tokens_per_s - 1e6 / alone.tokens_per_s
+        slower = 100 * (alone.tokens_per_s / b.tokens_per_s - 1)
+        out.append(f"switch interval {b.interval_s * 1e3:g} ms: {slower:.0f} % slower, {more_us:+.0f} us a token, "
+                   f"{b.tokens} tokens")  # fmt: skip
     return out

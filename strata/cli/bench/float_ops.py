@@ -52,6 +52,7 @@ def command(
                 floor = rates.floor_us(case)
                 measured.append({"op": case.name, "T": T, "us": round(us, 3), "floor_us": round(floor, 3),
                                  "of_floor": round(floor / us, 3)})  # fmt: skip
+    need(bool(measured), "--only names no op", found=repr(only), needed="a part of an op's name")
     report = {"threads": threads, "load_average": round(os.getloadavg()[0], 2), **rates.record(), "ops": measured}
     typer.echo(json.dumps(report, indent=2) if json_ else "\n".join(_text(report)))
 

@@ -27,6 +27,13 @@ def command(
     tokens: Annotated[str, typer.Option(help="Lengths of the prompts, in tokens.")] = "256,1024,4096",
     repeat: Annotated[int, typer.Option("--repeat", "-r", help="Repeats; medians and spread are reported.")] = 3,
     ops: Annotated[bool, typer.Option("--ops", help="Add the time of each kind of op in a chunk.")] = False,
+    made: Annotated[
+        str | None, typer.Option(help="Types of experts, as Q4_K/IQ4_NL: measure chunks of a model made in memory.")
+    ] = None,
+    layers: Annotated[int, typer.Option(help="Layers of the made model; the real one has 48.")] = 12,
+    chunks: Annotated[str, typer.Option(help="Rows of its chunks.")] = "512,2048,8192",
+    where: Annotated[str, typer.Option(help="Its experts: resident on the device, in ram, or both in turn.")] = "both",
+    position: Annotated[int, typer.Option(help="Tokens that its session has read.")] = 0,
     context: flags.Context = None,
     threads: flags.Threads = None,
     pin: flags.Pin = False,
@@ -41,7 +48,16 @@ def command(
     chunk: most rows that are read at once. times decode: tokens/s over those of decoding one token at a time, which is
     what reading by chunks gains. floor: the time in which a device reads its weights once for every chunk, at the rate
     of its memory; no prompt is read faster. --ops runs the ops of the last prompt's chunks one by one.
+
+    --made measures single chunks of a model of the real widths on the first GPU instead, with replayed routing: experts
+    all on the device, and all in pinned memory, from where each crosses the link once a chunk.
     """
+    if made is not None:
+        from strata.cli.bench.made_chunks import measure_made
+
+        need(model is None, "--made and --model exclude each other", found=str(model))
+        measure_made(made, layers, chunks, where, position, repeat, threads, json_)
+        return
     lengths = _numbers(tokens)
     need(repeat >= 1, "--repeat is too small", found=repeat, needed=">= 1")
     cells = max(*lengths, 2 * DECODED) + CONTEXT_RESERVE + 1

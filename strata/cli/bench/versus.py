@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version as version_of
@@ -22,12 +19,13 @@ import numpy as np
 import typer
 
 import strata
-from strata.base.errors import BadArgument, StrataError, need
+from strata.base.errors import StrataError, need
 from strata.base.geometry import CELL_ROWS, CONTEXT_RESERVE
 from strata.cli import flags
 from strata.cli.locate import find_model
 from strata.cpu.cores import core_facts, usable_cores
 from strata.cpu.tiers import VARIABLE, available_tiers, best_tier
+from strata.llama_server import LlamaServer, xllamacpp
 
 WARM_UP_TOKENS = 8
 PAUSE_S = 0.05
@@ -56,7 +54,7 @@ def command(
     good = wanted and all(t in available_tiers() for t in wanted)
     need(bool(good), "--tiers cannot be run here", found=repr(tiers), needed=f"some of {available_tiers()}")
     threads = usable_cores(core_facts()) if threads is None else threads
-    _llama()
+    xllamacpp()
     with _file(model, synth, layers) as path:
         if wanted == [best_tier()]:
             found = [_compare(path, tokens, repeat, threads)]
@@ -151,56 +149,15 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     return {name: round(f(values), 2) for name, f in (("median", statistics.median), ("min", min), ("max", max))}
 
 
-def _llama() -> Any:
-    try:
-        return importlib.import_module("xllamacpp")
-    except ImportError as error:
-        raise BadArgument("xllamacpp is not installed", advice='Install it: pip install "strata[bench]".') from error
-
-
-class Llama:
-    """A file in llama.cpp on the CPU, in this process. Use as a context manager. It serves on a socket in a private
-    folder, since the package wants an address; nothing is sent through it."""
-
-    def __init__(self, path: Path, context: int, threads: int):
-        xllamacpp = _llama()
-        self._folder = tempfile.mkdtemp(prefix="strata-versus-")
-        params = xllamacpp.CommonParams()
-        params.model.path = str(path)
-        params.n_ctx = context
-        params.n_parallel = 1
-        params.n_gpu_layers = 0
-        params.cpuparams.n_threads = threads
-        params.cpuparams_batch.n_threads = threads
-        params.warmup = False
-        params.fit_params = False
-        params.cache_ram_mib = 0
-        params.verbosity = 0
-        params.hostnames = [str(Path(self._folder) / "llama.sock")]
-        try:
-            self._server = xllamacpp.Server(params)
-        except RuntimeError as error:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            raise StrataError(f"llama.cpp does not load '{path}'", found=str(error)) from error
+class Llama(LlamaServer):
+    """A file in llama.cpp, whose decoding is timed."""
 
     def decode(self, prompt: np.ndarray, tokens: int) -> float:
         """Tokens/s of greedy decode after the prompt, by llama.cpp's own clock; the first token is the prompt's."""
-        request = {"prompt": [int(t) for t in prompt], "n_predict": tokens, "temperature": 0, "samplers": ["top_k"],
-                   "top_k": 1, "ignore_eos": True, "cache_prompt": False}  # fmt: skip
-        reply = self._server.handle_completions(request)
-        if "error" in reply:
-            raise StrataError("llama.cpp refused to decode", found=reply["error"].get("message"))
-        timings = reply["timings"]
+        timings = self.complete({
+            "prompt": [int(t) for t in prompt], "n_predict": tokens, "temperature": 0, "samplers": ["top_k"],
+            "top_k": 1, "ignore_eos": True, "cache_prompt": False,
+        })["timings"]  # fmt: skip
         if timings["predicted_n"] != tokens:
             raise StrataError("llama.cpp stopped early", found=f"{timings['predicted_n']} tokens", needed=tokens)
         return float(timings["predicted_per_second"])
-
-    def close(self) -> None:
-        self._server = None
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def __enter__(self) -> Llama:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
