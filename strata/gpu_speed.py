@@ -22,7 +22,6 @@ from strata.arch import architecture_of
 from strata.base.errors import need
 from strata.base.geometry import CELL_ROWS, WINDOW_ROWS
 from strata.base.program import Op, Program
-from strata.gpu import backend as backends
 from strata.gpu.backend import GpuBackend
 from strata.gpu.device import Device, required_device
 from strata.gpu.launch import Launch
@@ -149,20 +148,15 @@ def replayed(
         device.upload(at, np.zeros(1, np.uint64))
 
     programs = [backend.programs.windows[T] for T in rows]
-    before = {id(p): backend._graphs[id(p)] for p in programs}
-    out = (backend.memory.address("outbox"), backend._host_out.ctypes.data, 8)
-    for p in programs:
-        lowering = Lowering(p, backend.memory, backend.weights, backend.context, split=backend._split)
-        lowering.run(LOWERING | {"router": router})
-        if backend.hybrid:
-            lowering.launches += backend.hybrid.launches(p.T)
-        graph = device.graph(lowering.graph_launches(backend._host_in.ctypes.data, out))
-        backend._graphs[id(p)] = backends._Graph(lowering, graph)
-    rewind()
+    before = backend._graphs, backend._other_forms, backend.table
+    backend._graphs, backend._other_forms, backend.table = dict(before[0]), {}, LOWERING | {"router": router}
     try:
+        for p in programs:
+            backend._graphs[id(p)] = backend._capture(p)
+        rewind()
         yield rewind
     finally:
-        backend._graphs |= before
+        backend._graphs, backend._other_forms, backend.table = before
 
 
 def distinct_experts(table: np.ndarray, rows: int, windows: int) -> float:

@@ -15,7 +15,7 @@ from strata.arch.flash_next.programs import build_programs
 from strata.base.errors import BadArgument, NotFinite
 from strata.base.window import HeadRequest
 from strata.cpu.backend import CpuBackend
-from strata.gpu import hc_ops, lower, ops
+from strata.gpu import hc_ops, ops
 from strata.gpu.backend import GpuBackend, measure
 from strata.gpu.hc_ops import NORM_DOWN_ROWS
 from strata.pack.experts import expert_layout
@@ -227,9 +227,17 @@ def test_what_narrow_windows_join_can_be_switched_off(pair, monkeypatch):
         kernels.append([one.kernel for one in pair.gpu._lower(program).launches])
     assert len(kernels[0]) == len(kernels[1]) - 2 * g.L < len(kernels[2]) - 2 * g.L
     assert not any(k.startswith(("norm_down", "mixed")) for k in kernels[2])
-    grids = sum(one.grid[0] for one in pair.gpu._lower(program).launches)
-    monkeypatch.setattr(lower, "AHEAD_BYTES", 0)
-    assert sum(one.grid[0] for one in pair.gpu._lower(program).launches) < grids
+
+
+def test_the_shared_expert_runs_beside_the_router(pair):
+    def forks(fuse: bool) -> list[tuple[int, bool]]:
+        """Of every router: branch, and whether a later launch of its fork is in another one."""
+        launches = pair.gpu._lower(pair.gpu.programs.windows[2], fuse).launches
+        routers = [one for one in launches if one.kernel.startswith("router")]
+        return [(r.branch, r.fork > 0 and any(o.fork == r.fork and o.branch for o in launches)) for r in routers]
+
+    assert forks(True) == [(0, True)] * pair.gpu.geometry.L
+    assert forks(False) == [(0, False)] * pair.gpu.geometry.L
 
 
 @pytest.mark.gpu

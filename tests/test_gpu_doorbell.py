@@ -144,6 +144,7 @@ def test_decisions_and_request(seed, T, share, staging, held):
     entries = [int((wanted == d).sum()) for d in (CPU, HIT, LINK)]
     assert counts == [T, *entries, len(misses) - len(linked), len(linked)]
     assert a.word(mail.REQUEST) == (7 if cpu.any() else 0), "rings only if the CPU has a share"
+    assert a.control[bells.COUNTER] == (7 if cpu.any() else 6)
     if cpu.any():
         m = a.m
         assert_same(a.payload(m.decisions, "uint8", T, K), wanted)
@@ -183,7 +184,7 @@ def test_nobody_rings_after_an_error():
 
 def rung(rows: int, T: int, D: int = 64) -> Layer:
     a = Layer(D=D)
-    a.work[:3] = (1, 0, rows)
+    a.work[:3], a.control[bells.COUNTER] = (1, 0, rows), 7
     a.payload(a.m.sums, "int64", 8, D)[:] = np.random.default_rng(rows).integers(-(2**60), 2**60, (8, D))
     return a
 

@@ -62,7 +62,8 @@ def test_convolution_and_delta_rule_in_one(s, T):
     past, state = Slot(guarded(history)), Slot(guarded(w.state))
     conv, decay, beta = room(T, s.channels), guarded(w.alpha), guarded(w.beta)
     out, error = room(T, s.Hv, s.dv), ErrorWord()
-    area = ActivationArea(T, s.Hv * s.dv, 32) if s.dv % 32 == 0 else None
+    areas = [ActivationArea(T, s.Hv * s.dv, group) for group in gpu.quantises(T, s.Hv, s.dv)]
+    arrived = guarded(np.zeros(gpu.arrived_bytes(s.Hv, s.dv) // 4, np.int32))
     rest = [address(x) for x in (decay, beta, w.z, w.a, w.dt, w.norm, state, out)]
     run_all(
         gpu.gdn_window(
@@ -81,14 +82,15 @@ def test_convolution_and_delta_rule_in_one(s, T):
             ops.EPS,
             error.address,
             where(0, LAYER),
-            area.places if area else None,
-            (address(qkv), qkv.nbytes) if T > 1 else (0, 0),
+            [area.places for area in areas],
+            address(arrived),
         ),
         reverse=T > 1,
     )
     assert error.reported is None
-    if area:
-        codes, scales, _ = arithmetic.quantise(out.reshape(T, -1), 32)
+    assert not arrived.any(), "counters are as they were"
+    for area in areas:
+        codes, scales, _ = arithmetic.quantise(out.reshape(T, -1), area.group)
         assert_same(area.codes, codes)
         assert_same(area.scales, scales)
         assert_same(area.sums, codes.astype(np.int32).reshape(T, -1, 16).sum(-1, dtype=np.int32))

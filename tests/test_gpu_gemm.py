@@ -18,10 +18,12 @@ from strata.gpu.gemm import (
     gemm,
     group_of,
     grouped,
+    grouped_packed,
     prepare,
     scratch_bytes,
     sort_entries,
     split_rows,
+    takes_packed,
 )
 from strata.gpu.gemm.quantised import TILE_ROWS, TILE_WEIGHTS, multiply
 from strata.gpu.gemv import Place, relayout
@@ -192,8 +194,19 @@ class Experts:
         return Place(table=address(self.table), part=1)
 
 
+def run_packed(experts: Experts, x: np.ndarray, ids: np.ndarray, **how) -> np.ndarray:
+    return run_grouped(experts, x, ids, packed=True, **how)
+
+
 def run_grouped(
-    experts: Experts, x: np.ndarray, ids: np.ndarray, *, batch: int, table: bool = False, reverse: bool = False
+    experts: Experts,
+    x: np.ndarray,
+    ids: np.ndarray,
+    *,
+    batch: int,
+    table: bool = False,
+    reverse: bool = False,
+    packed: bool = False,
 ) -> np.ndarray:
     format, n, K, E = experts.format, experts.n, x.shape[1], len(experts.raw)
     p, place = Prepared(x, format), experts.place(ids, table)
@@ -203,7 +216,10 @@ def run_grouped(
     launches = [*p.launches, *sort_entries(address(own), order)]
     for first in range(0, E, batch):
         at_once = min(batch, E - first)
-        launches += grouped(format, place, n, p.rows, address(y), address(scratch), order, first, at_once)
+        if packed:
+            launches += grouped_packed(format, place, n, p.rows, address(y), order, first, at_once)
+        else:
+            launches += grouped(format, place, n, p.rows, address(y), address(scratch), order, first, at_once)
     run_all(launches, reverse=reverse)
     check_guards(y)
     return y
@@ -225,6 +241,45 @@ def test_grouped(format):
         mine = np.flatnonzero(ids.reshape(-1) == e)
         if mine.size:
             assert_same(found[mine], dense(format, experts.raw[e], x[mine // 2]), f"{format.name}, expert {e}")
+
+
+PACKED_CASES = [
+    ("Q4_K", 256, 72, 40), ("Q4_K", 768, 9, 30), ("Q4_K", 512, 130, 12),
+    *(("IQ4_NL", K, n, T) for K, n, T in ((64, 72, 40), (192, 9, 20), (256, 130, 12), (320, 8, 20), (640, 5, 15))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "K", "n", "T"), PACKED_CASES)
+def test_packed_matrices_give_the_bits_of_expanded_ones(name, K, n, T):
+    """Ends of rows that are no whole chunk, rows that are no whole tile, batches, tables; experts without entries."""
+    format, E = by_name(name), 5
+    assert takes_packed(format, K)
+    rng = np.random.default_rng(K + n)
+    ids = np.stack([rng.permutation([0, 2, 4])[:2] for _ in range(T)])
+    ids[7, 0] = 3
+    x = random_activations(T, K, seed=6)
+    experts = Experts(format, E, n, K)
+    found = run_grouped(experts, x, ids, batch=5)
+    for batch, table, reverse in ((5, False, False), (2, True, True)):
+        assert_same(run_packed(experts, x, ids, batch=batch, table=table, reverse=reverse), found, f"{name} {batch}")
+
+
+def test_packed_matrices_with_more_row_tiles_than_blocks_along_them():
+    format, E, T, n, K = by_name("Q4_K"), 3, 300, 12, 256
+    x = random_activations(T, K, seed=1)
+    experts = Experts(format, E, n, K)
+    ids = np.full(T, 1)
+    assert_same(run_packed(experts, x, ids, batch=3, table=True), run_grouped(experts, x, ids, batch=3, table=True))
+
+
+def test_what_has_no_packed_product():
+    assert not takes_packed(by_name("Q8_0"), 256) and not takes_packed(by_name("IQ4_NL"), 32)
+    order, x = Order.at(256, 8, 2), Rows.at(1 << 20, Activations.at(1 << 24, 8, 32, 32), 32)
+    with pytest.raises(BadArgument, match="packed matrices"):
+        grouped_packed(by_name("IQ4_NL"), Place(256, 256), 8, x, 256, order)
+    x = Rows.at(1 << 20, Activations.at(1 << 24, 8, 64, 32), 32)
+    with pytest.raises(BadArgument, match="within 2"):
+        grouped_packed(by_name("IQ4_NL"), Place(256, 256), 8, x, 256, order, 1, 2)
 
 
 def test_one_expert_has_all_rows_and_rows_of_their_own():

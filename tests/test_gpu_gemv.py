@@ -1,12 +1,15 @@
 """Quantised products on the GPU's code, run on the CPU: the bits of the lane rules, for every format."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from strata.base import arithmetic
 from strata.base.errors import BadArgument
 from strata.gpu.activations import Activations
-from strata.gpu.gemv import SPLIT, gemv, relayout
+from strata.gpu.gemv import COLUMNS, SPLIT, gemv, relayout
+from strata.gpu.gemv.huge import HUGE
 from strata.pack.formats import FORMATS, by_name
 from strata.pack.lanes import gemv as exact
 from tests.block_data import MODES, random_activations, random_rows
@@ -44,13 +47,13 @@ def check(format, raw, x, reverse=False, spare=0, expected=None):
     T, rows = len(x), len(raw)
     weights, area = aligned(relayout(format, raw)), area_of(x, format.group)
     expected = wanted(format, raw, x) if expected is None else expected
-    for split in (False, True) if format.name in SPLIT else (False,):
+    for form in ("product", "split") if format.name in SPLIT else ("product",):
         y = room(T, rows + spare)
-        launches = gemv(format, address(weights), rows, area.places, address(y), rows + spare, split=split)
+        launches = gemv(format, address(weights), rows, area.places, address(y), rows + spare, form=form)
         run_all(launches, reverse=reverse)
         check_guards(y)
         assert (y[:, rows:].view(np.uint8) == 0x5A).all(), "written between the rows"
-        assert_same(y[:, :rows], expected, f"{format.name}, K {x.shape[1]}, T {T}, split {split}")
+        assert_same(y[:, :rows], expected, f"{format.name}, K {x.shape[1]}, T {T}, {form}")
 
 
 def widths(format):
@@ -86,6 +89,24 @@ def test_every_number_of_blocks(format):
         K = blocks * format.block_values
         raw, x = random_rows(format, 5, K, "edge", seed=blocks), random_activations(1, K, "edge", seed=blocks)
         check(format, raw, x)
+
+
+@pytest.mark.parametrize("how", ["BY_BULK", "BY_COPIES", "BY_REGISTERS"])
+@pytest.mark.parametrize("name", sorted(HUGE))
+def test_huge(name, how):
+    """By way of shared memory, as sm_90, sm_80 and sm_75 do: rows of part of a stage, and of more than a ring holds."""
+    format = by_name(name)
+    source = replace(HUGE[name], instances=tuple(f"huge<{name}, {M}, {how}>" for M in COLUMNS))
+    for rows, K in ((13, format.group), (45, 5632 + 3 * format.group)):
+        raw, x = random_rows(format, rows, K, "mid", seed=1), random_activations(5, K, "mid", seed=2)
+        weights, expected = aligned(relayout(format, raw)), wanted(format, raw, x)
+        for T in (1, 2, 5):
+            area, y = area_of(x[:T], format.group), room(T, rows + 3)
+            one = gemv(format, address(weights), rows, area.places, address(y), rows + 3, form="huge")[0]
+            run_all([replace(one, source=source, kernel=one.kernel.replace(">", f", {how}>"))], reverse=T == 2)
+            check_guards(y)
+            assert (y[:, rows:].view(np.uint8) == 0x5A).all(), "written between the rows"
+            assert_same(y[:, :rows], expected[:T], f"{name}, K {K}, T {T}, {how}")
 
 
 def test_refusals():

@@ -28,7 +28,8 @@ def largest(logits: np.ndarray, n: int, bans: bool = False, reverse: bool = Fals
 def sums_of(logits: np.ndarray, values: np.ndarray) -> np.ndarray:
     T, V = logits.shape
     terms, sums = room(gpu.term_bytes(T, V) // 8, dtype="float64"), room(T, dtype="float64")
-    run_all(gpu.log_sum_exp(address(logits), address(values), address(terms), address(sums), T, V))
+    run_all(gpu.log_sum_exp(address(logits), address(values), address(terms), address(sums), T, V), reverse=V % 2 == 1)
+    check_guards(terms)
     return sums
 
 
@@ -41,6 +42,18 @@ def ordered(row: np.ndarray, n: int) -> np.ndarray:
 def test_largest(V, n):
     logits = plain(np.random.default_rng(V), 3, V) * np.float32(5)
     ids, values, status = largest(logits, n, reverse=V == 5001)
+    assert (status == -1).all()
+    for t, row in enumerate(logits):
+        assert_same(ids[t], ordered(row, n))
+        assert_same(values[t, :n], row[ids[t]])
+
+
+@pytest.mark.parametrize("n", [1, 20])
+def test_more_runs_than_threads_keep(n):
+    """4,219 runs, of which one, some or all reach the bound."""
+    logits = plain(np.random.default_rng(n), 3, 270_000)
+    logits[1], logits[2] = np.round(logits[1]), 0
+    ids, values, status = largest(logits, n)
     assert (status == -1).all()
     for t, row in enumerate(logits):
         assert_same(ids[t], ordered(row, n))
@@ -67,7 +80,7 @@ def test_the_first_bad_logit_is_named(bad):
     assert largest(logits, 20, bans=True)[2].tolist() == ([-1] * 3 if bad == -np.inf else [-1, 333, -1])
 
 
-@pytest.mark.parametrize("V", [64, 257, 5000])
+@pytest.mark.parametrize("V", [64, 257, 5000, 70_001])
 @pytest.mark.parametrize("spread", [0.0, 3.0, 400.0])
 def test_log_sum_exp(V, spread):
     logits = plain(np.random.default_rng(V), 2, V) * np.float32(spread)

@@ -21,6 +21,7 @@ from strata.base.program import EXPERTS_FAILED, NOT_FINITE
 from strata.cpu.backend import CpuBackend
 from strata.cpu.miss_server import MissServer
 from strata.cpu.pool import Pool
+from strata.gpu import doorbell as bells
 from strata.gpu import hybrid as hybrids
 from strata.gpu.backend import GpuBackend
 from strata.gpu.expert_store import ExpertStore
@@ -29,6 +30,7 @@ from strata.gpu.slots import ExpertSlots
 from strata.pack.experts import PARTS, expert_layout
 from strata.pack.gguf_file import GgufFile
 from strata.pack.tensors import Tensors
+from strata.runtime.expert_stats import BRANCHES, ExpertStats
 from tests.canonical import experts as reference
 from tests.canonical.call import assert_same
 from tests.gpu.run_on_cpu import ON_DEVICE, needs_compiler
@@ -197,7 +199,8 @@ def test_every_share_and_length(real, T, share):
         assert t.hit_entries + t.link_entries + t.cpu_entries == 4 * T
         assert (t.hit_entries == 0) if n == 0 else (t.hit_entries == 4 * T or n < 32)
         assert t.link_bytes == t.link_experts * pair.hybrid.experts.blob_bytes(t.layer)
-        assert t.waited_for in ("hits", "link", "cpu") and t.join_us >= t.cpu_us >= 0 and t.join_us >= t.hits_us
+        assert t.waited_for in ("hits", "link", "cpu") and t.join_us >= t.cpu_us >= 0
+        assert t.join_us >= max(t.hits_us, t.link_us)
 
 
 def test_any_residency_between_windows(real):
@@ -340,3 +343,36 @@ def test_times_name_the_branch_that_was_last():
     assert one.waited_for == "link"
     assert hybrids.LayerTimes(0, 1, 2, 0, 1, 0, 1, 0, 1.0, 5.0, 9.0, 7.0, 9.5).waited_for == "cpu"
     assert hybrids.LayerTimes(0, 1, 2, 0, 0, 0, 0, 0, 1.0, 5.0, 9.0, 7.0, 9.5).waited_for == "hits"
+
+
+@pytest.mark.parametrize(("ends", "times", "last"), [
+    ((18, 0, 0), (11, 0, 0), "hits"),  # only they were there
+    ((18, 0, 10), (11, 0, 10), "cpu"),
+    ((18, 0, 4), (11, 0, 4), "hits"),
+    ((11, 0, 4), (11, 0, 4), "hits"),
+    ((4, 10, 18), (4, 10, 11), "cpu"),
+    ((18, 19, 4), (11, 11, 4), "link"),
+    ((18, 10, 3), (11, 10, 3), "link"),
+    ((9, 10, 8), (9, 10, 8), "link"),
+    ((10, 9, 8), (10, 9, 8), "hits"),
+])  # fmt: skip
+def test_a_stamp_after_the_join_is_no_later_than_the_join(model, ends, times, last):
+    """Its branch has ended by then. Records and sums say the same."""
+    experts, stamps = model[3], np.zeros((8, bells.STAMP_WORDS), np.int64)
+    began = 10**15
+    for word, us in ((bells.BEGAN, -2), (bells.POSTED, 0), (bells.JOINED, 11)):
+        stamps[:, word] = began + us * 1000
+    counted = (bells.N_HIT, bells.N_LINK_EXPERTS, bells.N_CPU)
+    for word, n, us in zip((bells.HITS_END, bells.LINK_END, bells.WAIT_END), counted, ends, strict=True):
+        stamps[:, word], stamps[:, n] = us and began + us * 1000, us > 0
+    found = hybrids.decode_telemetry(stamps.reshape(-1), experts)
+    assert [(t.hits_us, t.link_us, t.cpu_us) for t in found] == [times] * 8
+    assert {t.waited_for for t in found} == {last} and {t.join_us for t in found} == {11.0}
+    stats = ExpertStats(8, np.ones(8, np.int64))
+    stats.add(stamps, 100.0)
+    r = stats.record()
+    assert r["waited_for"] == {"hits": 0, "link": 0, "cpu": 0} | {last: 8}
+    assert r["us_per_window"] == {"post": 16, "join": 88} | {b: 8 * us for b, us in zip(BRANCHES, times, strict=True)}
+    until = times[BRANCHES.index(last)]
+    assert r["window_parts_us"][f"wait for {last}"] == 8 * until and r["window_parts_us"]["join"] == 88 - 8 * until
+    assert sum(r["window_parts_us"].values()) == 16 + 88

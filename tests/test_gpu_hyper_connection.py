@@ -74,7 +74,7 @@ def test_mix_quantises(groups):
     u, error = room(T, D), ErrorWord()
     areas = [ActivationArea(T, D, g) for g in groups]
     run_all(gpu.hc_mix(address(normed), address(gate), address(u), T, C, D, error.address, where(0, LAYER),
-                       quantised=tuple(a.places for a in areas), ahead=(address(normed), normed.nbytes)))  # fmt: skip
+                       quantised=tuple(a.places for a in areas)))  # fmt: skip
     wanted = reference.mix(normed, gate)
     assert_same(u, wanted)
     for area in areas:

@@ -37,8 +37,7 @@ class Inputs:
         ]
         more = {"y": address(self.y), "a": address(self.a)} if add else {}
         run_all(norm_down(address(streams), address(self.w), address(normed), self.T, self.C, self.D, EPS, matrices,
-                          self.error.address, where(3, LAYER), where(5, LAYER),
-                          ahead=(address(self.x), self.x.nbytes), **more), reverse=reverse)  # fmt: skip
+                          self.error.address, where(3, LAYER), where(5, LAYER), **more), reverse=reverse)  # fmt: skip
         for array in (streams, normed, *out):
             check_guards(array)
         assert_same(streams, self.x, "the streams themselves")

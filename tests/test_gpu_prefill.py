@@ -186,7 +186,7 @@ def test_experts_that_are_not_on_the_device_come_in_stages(read, tiny_path, monk
     stages = [stage for _, stage in gpu._chunks.queue_of(256).lowering.stages]
     assert len(stages) > 3 * LAYERS and all(0 < s.n < experts.E for s in stages)
     ring = gpu._chunks.allocations(0)[0].n_bytes - read.gpu._chunks.allocations(0)[0].n_bytes
-    assert ring == gpu._chunks.stream.n_bytes
+    assert ring == gpu._chunks.stream.ring_bytes + gpu._chunks.stream.list_bytes
     state = gpu.new_state()
     gpu.prefill(state, read.tokens[:256], (-1, -1))
     assert_same(gpu.streams[:256], read.half_streams[0])

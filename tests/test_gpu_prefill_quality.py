@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import strata
+from strata.planner import chunks
+from strata.runtime.generate import Cancelled
 
 pytestmark = pytest.mark.gpu
 CONTEXT = 32768
@@ -82,3 +84,43 @@ def test_an_answer_after_a_long_prompt(model, val):
     prompt = val["code"][:9000].astype(np.int32)
     by_chunks = model.generate(prompt, max_tokens=32)
     assert len(by_chunks.tokens) == 32 and by_chunks.tokens == model.generate(prompt, max_tokens=32).tokens
+
+
+@pytest.mark.parametrize(("slots", "n", "context"), [(None, TOKENS, CONTEXT), (240, 5120, 6144)])
+def test_a_cancel_at_every_chunk(tiny_path, val, monkeypatch, slots, n, context):
+    """Each of them leaves what was read until then, and the rest reads as if nothing had happened; with buffers of
+    their own, and in memory of expert slots. Those of so small a model have no room for chunks of a long context."""
+    monkeypatch.setattr(chunks, "KEPT_SLOTS", 0)
+    tokens = val["code"][:n].astype(np.int32)
+    with strata.load(tiny_path, context=context, device="cuda", slots=slots) as model:
+        assert any(line.kind == "lent" for line in model.plan.lines) == (slots is not None)
+        session, seen = model._default._state, []
+        answer = model.generate(tokens[:300], max_tokens=16).tokens
+
+        def read(until: int | None = None, after=None) -> None:
+            left = until
+
+            def check() -> None:
+                nonlocal left
+                if left is not None:
+                    left -= 1
+                    if left < 0:
+                        raise Cancelled("enough")
+
+            with model.turn():
+                session.read(tokens, after=after, check=check)
+
+        with model.turn():
+            session.clear()
+        seen.append((0, session.state.digest()))
+        read(after=lambda piece: seen.append((session.rows, session.state.digest())))
+        assert len(seen) >= 3
+        for k in range(len(seen) - 1):
+            with model.turn():
+                session.clear()
+            with pytest.raises(Cancelled):
+                read(until=k)
+            assert (session.rows, session.state.digest()) == seen[k]
+            read()
+            assert (session.rows, session.state.digest()) == seen[-1]
+        assert model.generate(tokens[:300], max_tokens=16).tokens == answer

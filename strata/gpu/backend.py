@@ -6,7 +6,7 @@ queued without waiting: what they read from the host is not written again before
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -25,7 +25,6 @@ from strata.base.program import (
     Program,
     ProgramSet,
 )
-from strata.base.rotary import rotary_table
 from strata.base.window import HeadRequest, HeadRows
 from strata.gpu.chunk_plan import arena_of, stream_of
 from strata.gpu.device import Device
@@ -38,22 +37,18 @@ from strata.gpu.held import held
 from strata.gpu.hybrid import Hybrid
 from strata.gpu.lower import Lowering
 from strata.gpu.mailbox import copy_values
-from strata.gpu.memory import MADE_UP, Memory
+from strata.gpu.measure import lowered_programs, measure, of_draft
+from strata.gpu.op_by_op import OpByOp
 from strata.gpu.ops import LOWERING
 from strata.gpu.prefill import Chunks
 from strata.gpu.prefill_draft import DraftChunks
 from strata.gpu.prefill_windows import read_by_windows
 from strata.gpu.slots import ExpertSlots
-from strata.gpu.split_experts import Split
 from strata.gpu.state import DeviceState
 from strata.gpu.upload import Uploader
-from strata.gpu.weights import Weights
 from strata.pack.experts import ExpertLayout
 from strata.pack.ngram import NgramTable
 from strata.pack.tensors import Tensors
-
-HOST_BUFFERS = ("ngram.ticket", "ngram.staged")
-"""Memory of the host that kernels read in place."""
 
 
 @dataclass
@@ -62,42 +57,6 @@ class _Graph:
 
     lowering: Lowering
     launch: Callable[[], None]
-
-
-def lowered_programs(programs: ProgramSet) -> list[Program]:
-    """Programs that become graphs: a prefill chunk is read as windows here, whose bits are the same."""
-    return [p for p in programs.all() if p is not programs.prefill]
-
-
-def of_draft(program: Program, programs: ProgramSet) -> bool:
-    """Whether a program is the draft layer's, which makes its own graphs."""
-    return programs.draft is not None and any(program is p for p in programs.draft.all())
-
-
-def measure(
-    programs: ProgramSet,
-    geometry: Geometry,
-    tensors: Tensors,
-    experts: ExpertLayout,
-    split: Split | None = None,
-    slots: ExpertSlots | None = None,
-) -> tuple[Memory, Weights]:
-    """Memory and weights that the programs ask for, without a device; both still measuring."""
-    longest = programs.chunk or programs.prefill
-    memory = Memory(lowered_programs(programs), [longest.buffers["streams"]])
-    weights = Weights(tensors, experts, slots)
-    context = programs.prefill.buffers["rope"].shape[0]
-    memory.add_table(
-        "rope", weights.array("rope", "tables", rotary_table(context, geometry.rotary_dims, geometry.rope_base))
-    )
-    memory.add_table("mtp.one", weights.array("mtp.one", "tables", np.ones((WINDOW_ROWS, geometry.C), np.float32)))
-    for name in HOST_BUFFERS:
-        memory.add_table(name, MADE_UP)
-    for program in lowered_programs(programs):
-        for fuse in (True, False):
-            Lowering(program, memory, weights, context, fuse=fuse, split=split).run(LOWERING)
-    Head.measure(memory, geometry.V, context)
-    return memory, weights
 
 
 class GpuBackend:
@@ -126,15 +85,19 @@ class GpuBackend:
         store: ExpertStore | None = None,
         fill_order: Iterable[tuple[int, int]] | None = None,
         draft_ids: np.ndarray | None = None,
+        lends: bool = False,
     ):
         self.geometry, self.programs, self.device, self.hybrid = geometry, programs, device, hybrid
-        self._split = hybrid.split if hybrid else None
+        self.table = LOWERING
+        self._other_forms: dict[int, _Graph] = {}
         self.context = programs.prefill.buffers["rope"].shape[0]
         table = (tensors.gguf, geometry.ngram, ngram_cache_rows)
         self.ngram = NgramTable(*table, mode=ngram) if geometry.ngram else None
-        self.memory, self.weights = measure(programs, geometry, tensors, experts, self._split, slots)
+        self.memory, self.weights = measure(programs, geometry, tensors, experts, hybrid and hybrid.split, slots)
         stream = stream_of(self.weights.slots) if programs.chunk else None
         arena = programs.chunk and arena_of(programs.chunk, self.memory, self.weights, self.context, stream)
+        if arena and lends:
+            self.weights.slots.join_tail(arena.n_bytes + stream.ring_bytes)
         self.memory.allocate(device)
         self.uploader = Uploader(device)
         self.store = ExpertStore(experts, tensors.gguf, device) if store is None else store
@@ -156,13 +119,15 @@ class GpuBackend:
             self.draft = GpuDraft(programs.draft, self.memory, device, host, draft_ids)
         self._graphs = {id(p): self._capture(p) for p in lowered_programs(programs) if not of_draft(p, programs)}
         if stream is not None:
-            stream.allocate(device, self.uploader, self.store)
+            tail = self.slots.tail_address
+            stream.allocate(device, self.uploader, self.store, tail and tail + arena.n_bytes)
         self._chunks = arena and Chunks(
-            programs.chunk, arena, self.weights, device, self.ngram, self._host_out, self.context, stream
-        )
+            programs.chunk, arena, self.weights, device, self.ngram, self._host_out, self.context, stream,
+            self.slots.tail_address,
+        )  # fmt: skip
         if arena and self.draft and programs.draft.chunk:
             self.draft.wide = DraftChunks(programs.draft.chunk, self._chunks, self.memory.address("streams"))
-        self._unfused: dict[int, Lowering] = {}
+        self.op_by_op = OpByOp(self)
         self._bound: DeviceState | None = None
         self._ran: _Graph | None = None
         self._closed = False
@@ -182,8 +147,8 @@ class GpuBackend:
             m.add_table("ngram.staged", self._staged.ctypes.data)
 
     def _lower(self, program: Program, fuse: bool = True) -> Lowering:
-        lowering = Lowering(program, self.memory, self.weights, self.context, fuse=fuse, split=self._split)
-        return lowering.run(LOWERING)
+        split = self.hybrid and (self.hybrid.form if fuse else self.hybrid.split)
+        return Lowering(program, self.memory, self.weights, self.context, fuse=fuse, split=split).run(self.table)
 
     def _capture(self, program: Program) -> _Graph:
         lowering = self._lower(program, fuse=True)
@@ -223,13 +188,27 @@ class GpuBackend:
 
     def _run(self, program: Program) -> Lowering:
         """Run a program's graph and wait for it."""
-        graph = self._graphs[id(program)]
+        graph = self._graph(program)
         with self._served(program):
             graph.launch()
-            self.device.synchronize()
+            try:
+                if program.name == "trunk":
+                    self.meanwhile()
+            finally:
+                self.device.synchronize()
         if self.draft:
             self.draft.waited()
         return graph.lowering
+
+    def meanwhile(self) -> None:
+        """The host's work while a window runs; what it queues on the main stream comes behind the window."""
+
+    def _graph(self, program: Program) -> _Graph:
+        """A program's graph; of a window whose experts are shared, that of the present form."""
+        key, graph = id(program), self._graphs[id(program)]
+        if self.hybrid and program.name == "trunk" and graph.lowering.split is not self.hybrid.form:
+            self._other_forms[key], self._graphs[key] = graph, self._other_forms.get(key) or self._capture(program)
+        return self._graphs[key]
 
     def _served(self, program: Program) -> AbstractContextManager[None]:
         """While a window runs the CPU's experts are awake."""
@@ -276,21 +255,15 @@ class GpuBackend:
             lowering = self._run(program)
             self._check(lowering, self._error_word, state.rows)
             return
-        self._run_ops(program, state, after_op)
+        self.op_by_op.run(program, state.rows, after_op)
 
-    def _run_ops(self, program: Program, state: DeviceState, after_op: Callable[[Op], None]) -> None:
-        lowering = self._unfused.get(id(program)) or self._lower(program, fuse=False)
-        self._unfused[id(program)] = lowering
-        first, *_, last = lowering.graph_launches(
-            self._host_in.ctypes.data, (self.memory.address("outbox"), self._host_out.ctypes.data, 8)
-        )
-        self.device.run([first])
-        for index, op in enumerate(program.ops):
-            with self._served(program):
-                self.device.run([*lowering.launches_of(index), last])
-                self.device.synchronize()
-            self._check(lowering, self._error_word, state.rows)
-            after_op(op)
+    def recorded(
+        self, state: DeviceState, tokens: np.ndarray, previous: tuple[int, int],
+        names_of: Callable[[int], Sequence[str]],
+    ) -> Iterator[tuple[Op, dict[str, np.ndarray]]]:  # fmt: skip
+        """As `window`, for checks: every op with its buffers behind it; see `OpByOp.recorded`."""
+        self._feed(state, tokens, previous)
+        return self.op_by_op.recorded(self.programs.windows[len(tokens)], state.rows, names_of)
 
     def read(self, name: str) -> np.ndarray:
         """A copy of an io or scratch buffer, with the shape that the largest program needs."""

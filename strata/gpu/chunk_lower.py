@@ -19,6 +19,7 @@ class ChunkLowering(Lowering):
     """Launches of a chunk of T rows, T up to the program's, in arena memory.
 
     stages  (index of the first launch that needs it, stage) of everything that `stream` has to bring
+    ends    index of the first launch behind those that need it, for every stage
     """
 
     def __init__(
@@ -33,10 +34,15 @@ class ChunkLowering(Lowering):
         super().__init__(program, memory, weights, context, fuse=False)
         self.T, self.stream = T, stream
         self.stages: list[tuple[int, Stage]] = []
+        self.ends: list[int] = []
 
     def stage(self, layer: int, parts: tuple[int, ...], first: int, n: int) -> None:
         """The launches from here on need these experts."""
         self.stages.append((len(self.launches), Stage(layer, parts, first, n)))
+
+    def stage_end(self) -> None:
+        """No launch from here on needs the experts of the last stage."""
+        self.ends.append(len(self.launches))
 
     def scratch(self, name: str, n_bytes: int) -> int:
         return self.memory.scratch(name, n_bytes, self.index, self.index)

@@ -36,18 +36,35 @@ def chunk_problem(g: Geometry) -> str | None:
 
 @dataclass(frozen=True)
 class ChunkBytes:
-    """Memory of a chunk program. arena, streams and the ring of experts on the device, staging pinned on the host."""
+    """Memory of a chunk program. arena, streams, and ring and lists of experts that come, on the device; staging pinned
+    on the host."""
 
     rows: int
     arena: int
     streams: int
     staging: int
     ring: int = 0
+    lists: int = 0
+
+    @property
+    def lendable(self) -> int:
+        """What is needed only while a chunk is read, and may lie in slots that are empty then."""
+        return self.arena + self.ring
+
+    @property
+    def _more(self) -> int:
+        return self.lists + self.streams - 2 * (self.streams // self.rows * CELL_ROWS)
+
+    @property
+    def lasting(self) -> int:
+        """The rest, beyond what a backend without chunks takes: that keeps the streams of a cell twice, more than a
+        chunk of one cell does."""
+        return max(0, self._more)
 
     @property
     def device_bytes(self) -> int:
-        """Beyond what a backend without chunks takes: that keeps the streams of a cell twice."""
-        return self.arena + self.ring + self.streams - 2 * (self.streams // self.rows * CELL_ROWS)
+        """Beyond what a backend without chunks takes."""
+        return self.lendable + self._more
 
 
 def stream_of(slots: ExpertSlots) -> ExpertStream | None:
@@ -85,7 +102,7 @@ class ChunkPrices:
         slots: ExpertSlots | None = None,
     ):
         stream = stream_of(slots) if slots is not None else None
-        self._ring = stream.n_bytes if stream is not None else 0
+        self._ring, self._lists = (stream.ring_bytes, stream.list_bytes) if stream is not None else (0, 0)
         programs = [program_of(CELL_ROWS), program_of(2 * CELL_ROWS)]
         self._streams = aligned(programs[0].buffers["streams"].n_bytes)
         self._staging = staging_bytes(programs[0])
@@ -98,7 +115,8 @@ class ChunkPrices:
             Area(a.name, a.n_bytes + (b.n_bytes - a.n_bytes) * (cells - 1), a.spans)
             for a, b in zip(*self._areas, strict=True)
         ]
-        return ChunkBytes(rows, place(grown), cells * self._streams, cells * self._staging, self._ring)
+        streams, staging = cells * self._streams, cells * self._staging
+        return ChunkBytes(rows, place(grown), streams, staging, self._ring, self._lists)
 
 
 def _areas(program: Program, weights: Weights, stream: ExpertStream | None) -> list[Area]:

@@ -19,10 +19,12 @@ from strata.gpu.gemm import (
     gemm,
     group_of,
     grouped,
+    grouped_packed,
     prepare,
     scratch_bytes,
     sort_entries,
     split_rows,
+    takes_packed,
 )
 from strata.gpu.gemv import Place
 from strata.gpu.weights import Matrix
@@ -129,7 +131,8 @@ class _Part:
 
 
 def _grouped(c: ChunkLowering, layer: int, order: Order, parts: list[_Part]) -> None:
-    """Products of all experts: in batches that fit into scratch, inside of stages that bring what is not there."""
+    """Products of all experts, inside of stages that bring what is not there: of packed matrices where there is a
+    kernel for them, else in batches whose expansion fits into scratch."""
     numbers = tuple(p.number for p in parts)
     together = order.E if c.stream is None else c.stream.experts_a_stage(layer, numbers)
     for start in range(0, order.E, together):
@@ -137,11 +140,16 @@ def _grouped(c: ChunkLowering, layer: int, order: Order, parts: list[_Part]) -> 
         if c.stream is not None:
             c.stage(layer, numbers, start, n)
         for p in parts:
+            if takes_packed(p.format, p.x.x.K):
+                c.add(grouped_packed(p.format, p.place, p.rows, p.x, p.y, order, start, n))
+                continue
             batch = _batch(p.format, p.rows, p.x.x.K, order.E)
             scratch = c.scratch("gemm", scratch_bytes(p.format, p.rows, p.x.x.K, batch))
             for first in range(start, start + n, batch):
                 experts = min(batch, start + n - first)
                 c.add(grouped(p.format, p.place, p.rows, p.x, p.y, scratch, order, first, experts))
+        if c.stream is not None:
+            c.stage_end()
 
 
 def lower_experts(c: ChunkLowering, op: Op) -> None:

@@ -6,21 +6,31 @@ waits for all of it. Bulk copies have streams of their own, which know nothing o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from strata.base.errors import DoesNotFit, StrataError, need
 from strata.base.progress import COMPILING, report
+from strata.gpu.capture import Capture
 from strata.gpu.compile import compile_source
+from strata.gpu.driver_calls import DriverCalls
+from strata.gpu.early_launch import EarlyLaunches
 from strata.gpu.launch import Launch, Source
 
 ALIGN = 256
 PAGE_BYTES = 2 << 20
 """What the driver rounds an allocation up to. A session has dozens of buffers, so the rests are used too."""
-DEFAULT_SHARED_BYTES = 48 << 10
+SURE_SHARED_BYTES = 32 << 10
+"""Dynamic shared memory that needs no leave of the driver: 48 KiB less what kernels have of their own."""
+LEAST_RING_ARCH = 80
+"""From here on kernels have the rings of `Launch.ring_bytes`."""
+HELD_WAIT_S = 0.0003
+"""How long a wait for the device keeps the interpreter's lock: as long as a head takes. See driver_calls."""
 MAIN, COPY_STREAMS = 0, (1, 2)
 """Numbers of streams. Pieces of a long copy take turns on the copy streams, so kernels of one run beside the other."""
 
@@ -58,8 +68,11 @@ class Device(Protocol):
     def copy_in(self, address: int, source: int, n_bytes: int, stream: int = MAIN) -> None:
         """Queue a copy from host memory of `host` or `register`, which must stay as it is until the copy is done."""
 
-    def record(self, stream: int = MAIN) -> Any:
-        """An event: everything queued on the stream up to now."""
+    def record(self, stream: int = MAIN, timed: bool = False) -> Any:
+        """An event: everything queued on the stream up to now. timed: `elapsed_ms` takes it."""
+
+    def elapsed_ms(self, first: Any, second: Any) -> float:
+        """Milliseconds of the device between two timed events that have come to pass."""
 
     def done(self, event: Any) -> bool:
         """Whether an event has come to pass; does not wait."""
@@ -174,15 +187,21 @@ class CupyDevice:
         self._rests: list[tuple[int, int]] = []
         """(address, bytes) left of pages."""
         self._functions: dict[tuple[Source, str], Any] = {}
-        self._side_streams: list[Any] = []
+        self._shared_bytes: dict[int, int] = {}  # by function: most dynamic shared memory of a launch so far
+        self._capture = Capture(cp, self.stream)
+        self._calls = DriverCalls()
+        self.early = EarlyLaunches(self.arch, self._runtime.driverGetVersion())
         self._kept: list[Any] = []
 
     def _has(self, attribute: str) -> bool:
         number = getattr(self._runtime, "cudaDevAttr" + attribute)
         return bool(self._runtime.deviceGetAttribute(number, self._device.id))
 
-    def current(self) -> AbstractContextManager[Any]:
-        return self._device
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        with self._device:
+            self._calls.use()  # CuPy leaves a thread without a context until its first call
+            yield
 
     # ---- memory
 
@@ -241,21 +260,25 @@ class CupyDevice:
 
     def copy_in(self, address: int, source: int, n_bytes: int, stream: int = MAIN) -> None:
         if n_bytes:
-            self._runtime.memcpyAsync(address, source, n_bytes, 1, self._stream(stream).ptr)
+            self._calls.copy(address, source, n_bytes, self._stream(stream).ptr)
 
-    def record(self, stream: int = MAIN) -> Any:
-        event = self._cupy.cuda.Event(disable_timing=True)
-        event.record(self._stream(stream))
+    def record(self, stream: int = MAIN, timed: bool = False) -> Any:
+        event = self._cupy.cuda.Event(disable_timing=not timed)
+        self._calls.record(event.ptr, self._stream(stream).ptr)
         return event
 
+    def elapsed_ms(self, first: Any, second: Any) -> float:
+        return float(self._cupy.cuda.get_elapsed_time(first, second))
+
     def done(self, event: Any) -> bool:
-        return bool(event.done)
+        return self._calls.event_passed(event.ptr)
 
     def wait(self, event: Any) -> None:
-        event.synchronize()
+        if not self._calls.event_passed(event.ptr):  # most have, and CuPy's call gives the interpreter's lock away
+            event.synchronize()
 
     def after(self, stream: int, event: Any) -> None:
-        self._stream(stream).wait_event(event)
+        self._calls.after(self._stream(stream).ptr, event.ptr)
 
     # ---- memory of the host
 
@@ -298,65 +321,49 @@ class CupyDevice:
         prepared = []
         for launch in launches:
             function = self._function(launch)
-            if launch.shared_bytes > DEFAULT_SHARED_BYTES:
+            if launch.ring_bytes and self.arch < LEAST_RING_ARCH:
+                launch = replace(launch, shared_bytes=launch.shared_bytes - launch.ring_bytes, ring_bytes=0)
+            if launch.shared_bytes > self._shared_bytes.get(function.ptr, SURE_SHARED_BYTES):
                 attribute = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 self._cupy.cuda.driver.funcSetAttribute(function.ptr, attribute, launch.shared_bytes)
+                self._shared_bytes[function.ptr] = launch.shared_bytes
             prepared.append((function, launch))
         return prepared
 
     def run(self, launches: Sequence[Launch], stream: int = MAIN) -> None:
-        for function, launch in self._prepare(launches):
-            function(launch.grid, launch.block, launch.args, launch.shared_bytes, self._stream(stream))
+        for function, one in self._prepare(launches):
+            at = self._stream(stream).ptr
+            self._calls.launch(function.ptr, one.grid, one.block, one.args, one.shared_bytes, at)
 
     def prepare(self, launches: Sequence[Launch]) -> None:
         self._prepare(launches)
 
     def graph(self, launches: Sequence[Launch]) -> Callable[[], None]:
         prepared = self._prepare(launches)  # loading a module is not allowed while a stream is captured
-        most = max((launch.branch for launch in launches), default=0)
-        while len(self._side_streams) < most:
-            self._side_streams.append(self._cupy.cuda.Stream(non_blocking=True))
+        self._capture.open_streams(launches)
         self.stream.synchronize()
+        graph = self.early.captured(self._captured, prepared, self._runtime.CUDARuntimeError)
+        self._kept.append(graph)
+        return self._calls.graph(graph.graphExec, self.stream.ptr)
+
+    def _captured(self, prepared: list[tuple[Any, Launch]]) -> Any:
         with self.stream:
             self.stream.begin_capture()
             try:
-                self._queue(prepared)
-            finally:
-                graph = self.stream.end_capture()
+                self._capture.queue(prepared)
+            except BaseException:
+                with suppress(self._runtime.CUDARuntimeError):  # what went wrong first is what counts
+                    self.stream.end_capture()
+                raise
+            graph = self.stream.end_capture()
             graph.upload(self.stream)
-        self._kept.append(graph)
-        return lambda: graph.launch(self.stream)
-
-    def _queue(self, prepared: list[tuple[Any, Launch]]) -> None:
-        """Queue launches while a graph is captured: branches of a fork on streams of their own."""
-        fork, waiting, start = 0, set(), None
-        for function, launch in prepared:
-            if launch.fork != fork:
-                self._join(waiting)
-                fork, start = launch.fork, None
-                if fork:
-                    start = self._cupy.cuda.Event(disable_timing=True)
-                    start.record(self.stream)
-                    self._kept.append(start)
-            stream = self.stream
-            if launch.branch:
-                stream = self._side_streams[launch.branch - 1]
-                if launch.branch not in waiting:
-                    stream.wait_event(start)
-                    waiting.add(launch.branch)
-            function(launch.grid, launch.block, launch.args, launch.shared_bytes, stream)
-        self._join(waiting)
-
-    def _join(self, branches: set[int]) -> None:
-        """The main stream waits for side streams."""
-        for branch in sorted(branches):
-            end = self._cupy.cuda.Event(disable_timing=True)
-            end.record(self._side_streams[branch - 1])
-            self.stream.wait_event(end)
-            self._kept.append(end)
-        branches.clear()
+        return graph
 
     def synchronize(self) -> None:
+        until = time.perf_counter() + HELD_WAIT_S
+        while time.perf_counter() < until:
+            if self._calls.stream_done(self.stream.ptr):
+                return
         self.stream.synchronize()
 
     def close(self) -> None:
@@ -366,8 +373,10 @@ class CupyDevice:
         for address in list(self._registered):
             self.unregister(address)
         self._functions.clear()
+        self._shared_bytes.clear()
         self._rests.clear()
         self._kept.clear()
+        self._capture.close()
         self.taken_bytes = 0
 
 
@@ -377,8 +386,8 @@ def required_device(what: str, index: int = 0) -> CupyDevice:
         return CupyDevice(index)
     except StrataError as error:
         raise StrataError(
-            f"{what} needs a GPU",
-            found=str(error),
+            f"{what} needs a GPU: {error.message}",
+            found=error.found,
             needed="an NVIDIA GPU, its driver, CuPy and NVRTC",
-            advice="pip install 'strata[cuda12]' or 'strata[cuda13]', after the CUDA version of the driver.",
+            advice=error.advice or "`strata doctor` shows devices and driver.",
         ) from error

@@ -1,5 +1,5 @@
 // The doorbell: where every routed entry of a layer is computed, the request to the CPU, and the wait for its sums.
-#include "exact.cuh"
+#include "early.cuh"
 
 // Decisions, words of the mailbox, of control and work areas and of stamps: base/doorbell.py and doorbell.py say the same.
 #define CPU 0
@@ -22,10 +22,12 @@ enum { BEGAN, POSTED, HITS_END, LINK_END, WAIT_END, JOINED, N_ROWS, N_CPU, N_HIT
 // s blob_bytes, up and down up_at and down_at behind. jobs: lists of products (gemv/kernels.cuh) for hits, and `n_jobs`
 // words behind for the link, with up to `columns` entries a job. With an error in the window nothing is asked for: all
 // misses count as the CPU's, and nobody rings. log (T, K) or null: gets the ids, for whoever counts them.
-KERNEL(1024) post(const int *ids, const float *weights, const uint4 *x, const u64 *slots, const u64 *raws,
-                  const i64 *control, int *work, u8 *decisions, u64 *staged, int *jobs, int n_jobs, int columns,
+STARTS_EARLY KERNEL(1024) post(const int *ids, const float *weights, const uint4 *x, const u64 *slots, const u64 *raws,
+                  i64 *control, int *work, u8 *decisions, u64 *staged, int *jobs, int n_jobs, int columns,
                   u64 staging, i64 blob_bytes, i64 up_at, i64 down_at, u8 *mailbox, int ids_at, int weights_at, int decisions_at, int x_at, int T, int K, int D,
                   int layer, const u64 *error, i64 *stamps, int *log) {
+    let_next_start();
+    wait_for_inputs();
     __shared__ uint4 all_ids[256], all_weights[256], all_decisions[64];
     __shared__ int found[32], sums[4], listed[2];
     int *own_ids = (int *)all_ids;
@@ -114,7 +116,7 @@ KERNEL(1024) post(const int *ids, const float *weights, const uint4 *x, const u6
     if (tid) return;
     if (rings) {
         __threadfence_system();
-        store_release((i64 *)(mailbox + Mail::REQUEST), control[COUNTER] + 1);
+        store_release((i64 *)(mailbox + Mail::REQUEST), ++control[COUNTER]);
     }
     jobs[0] = listed[0];
     jobs[n_jobs] = listed[1];
@@ -130,30 +132,30 @@ KERNEL(1024) post(const int *ids, const float *weights, const uint4 *x, const u6
     stamps[N_LINK_EXPERTS] = sums[2];
 }
 
+// Waits for the reply to the last request; false if there is none within the limit.
+DEVICE bool reply_came(const i64 *control, const u8 *mailbox) {
+    const i64 *reply = (const i64 *)(mailbox + Mail::REPLY);
+    i64 number = control[COUNTER], limit = control[LIMIT_NS];
+    u64 start = clock_ns();
+    while (load_acquire(reply) < number) {
+        if ((i64)(clock_ns() - start) > limit) return false;
+        between_polls();
+    }
+    return true;
+}
+
 // Waits for the reply to this layer's request, if there is one, and copies the sums (T, D) of rows with a share of the
 // CPU from the mailbox into `sums` (null: who wants them reads the mailbox). Without a reply they become zeros. One block;
 // one thread polls.
-KERNEL(1024) wait_reply(i64 *control, const int *work, const u8 *mailbox, int sums_at, uint4 *sums, int T, int D, u64 *error,
+STARTS_EARLY KERNEL(1024) wait_reply(const i64 *control, const int *work, const u8 *mailbox, int sums_at, uint4 *sums, int T, int D, u64 *error,
                   u64 where, i64 *stamps) {
+    let_next_start();
+    wait_for_inputs();
     __shared__ int answered;
     bool rang = work[RANG];
     if (threadIdx.x == 0) {
-        answered = 0;
-        if (rang) {
-            const i64 *reply = (const i64 *)(mailbox + Mail::REPLY);
-            i64 number = control[COUNTER] + 1, limit = control[LIMIT_NS];
-            u64 start = clock_ns();
-            answered = 1;
-            while (load_acquire(reply) < number) {
-                if ((i64)(clock_ns() - start) > limit) {
-                    answered = 0;
-                    report(error, where, EXPERTS_TIMEOUT, (u32)(limit / 1000000));
-                    break;
-                }
-                between_polls();
-            }
-            control[COUNTER] = number;
-        }
+        answered = rang && reply_came(control, mailbox);
+        if (rang && !answered) report(error, where, EXPERTS_TIMEOUT, (u32)(control[LIMIT_NS] / 1000000));
     }
     __syncthreads();
     i64 status = 0;

@@ -17,7 +17,7 @@ from strata.gpu.launch import Launch, Source, i32, i64, launch, pointer
 SOURCE = Source("doorbell.cu", ("post", "wait_reply", "stamp"))
 
 COUNTER, LIMIT_NS, SHARE, STAGING, CONTROL_WORDS = range(5)
-"""Control, int64 words. The first belongs to the device: the last request that was waited for. The others may change
+"""Control, int64 words. The first belongs to the device: the number of the last request. The others may change
 between windows: ns to wait, share of missing experts for the link in 1/256, most experts over the link."""
 
 RANG, STAGED, CPU_ROWS, EXPERTS = range(4)
@@ -28,6 +28,11 @@ BEGAN, POSTED, HITS_END, LINK_END, WAIT_END, JOINED = range(6)
 N_ROWS, N_CPU, N_HIT, N_LINK, N_CPU_EXPERTS, N_LINK_EXPERTS = range(6, 12)
 STAMP_WORDS = 12
 """Stamps of a layer, int64 words: times of the device in ns, then rows, entries by decision, and distinct experts."""
+
+START_NS = 2000
+"""A combine begins at most this long after the last branch has ended. Ends of hits and link are stamped by nodes for
+which nothing waits, so such a stamp may come after the combine's: it then counts as the last only if no other branch is
+known to have ended within this time."""
 
 MOST_ENTRIES = 1024
 

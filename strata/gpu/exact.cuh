@@ -58,6 +58,23 @@ DEVICE int dot4(u32 a, u32 b, int c) {
     int r; asm("dp4a.s32.s32 %0,%1,%2,%3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r;
 }
 
+// c + the products of two 16-bit numbers with bytes 0 and 1 (low) or 2 and 3 (high), all signed.
+DEVICE int dot2_low(u32 a, u32 b, int c) {
+    int r; asm("dp2a.lo.s32.s32 %0,%1,%2,%3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r;
+}
+DEVICE int dot2_high(u32 a, u32 b, int c) {
+    int r; asm("dp2a.hi.s32.s32 %0,%1,%2,%3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r;
+}
+// Bytes of b and a by the low four nibbles of `which`; a nibble of 8 or more repeats a byte's sign.
+DEVICE u32 permute(u32 a, u32 b, u32 which) {
+    u32 r; asm("prmt.b32 %0,%1,%2,%3;" : "=r"(r) : "r"(a), "r"(b), "r"(which)); return r;
+}
+
+// The upper half of a product.
+DEVICE u32 high_product(u32 a, u32 b) {
+    u32 r; asm("mul.hi.u32 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b)); return r;
+}
+
 // Loads of weights that are read once: past L1, through the read-only path.
 DEVICE uint4 load_once(const uint4 *p) {
     uint4 v;

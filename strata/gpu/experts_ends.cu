@@ -1,13 +1,16 @@
 // Around the products of experts: SwiGLU with the quantiser of the down product, and the exact combine.
+#include "early.cuh"
 #include "quantise.cuh"
 
 // h = silu(g s_g) (u s_u) on rows of F values, GROUP 32 or 256: as activations, 0: as float32 into h. g_scales, u_scales
 // (E,) by expert id of the row (ids), or null. decisions null, or: rows count whose decision is a bit of `take`. Grid:
 // (F / 256, rows).
 template <int GROUP>
-KERNEL(256) swiglu(const float *g, const float *u, const int *ids, const float *g_scales, const float *u_scales,
+STARTS_EARLY KERNEL(256) swiglu(const float *g, const float *u, const int *ids, const float *g_scales, const float *u_scales,
                    const u8 *decisions, int take, float *h, i8 *codes, float *scales, int *sums, int F, u64 *error,
                    u64 where) {
+    let_next_start();
+    wait_for_inputs();
     int i = blockIdx.x * 256 + threadIdx.x, row = blockIdx.y;
     if (decisions && !(take >> decisions[row] & 1)) return;
     size_t at = (size_t)row * F + i;
@@ -33,9 +36,11 @@ KERNEL(256) swiglu(const float *g, const float *u, const int *ids, const float *
 // sigmoid(gate (T,)), and `extra` (T, D) int64, sums of terms from elsewhere, or null. mine (T, K), or null for all 1: an
 // entry with 1 has its output in `outputs`, with 2 in `linked`, with 0 in the sums of its row, which count only if there
 // is one. down_scales (E,) by expert, or null. stamp: where the time goes, or null. Grid: (D / 256, T).
-KERNEL(256) combine(const float *outputs, const float *linked, const int *ids, const float *weights,
+STARTS_EARLY KERNEL(256) combine(const float *outputs, const float *linked, const int *ids, const float *weights,
                     const float *down_scales, const u8 *mine, const float *shared, const float *gate, const i64 *extra,
                     float *y, int K, int D, i64 *stamp, u64 *error, u64 where) {
+    let_next_start();
+    wait_for_inputs();
     int i = blockIdx.x * 256 + threadIdx.x, row = blockIdx.y;
     if (stamp && i == 0 && row == 0) *stamp = clock_ns();
     if (i >= D) return;

@@ -21,6 +21,20 @@ def multiply(c: Lowering, op: Op, m: Matrix, x: str, T: int, y: int) -> None:
         c.add(float_gemv(c.memory.address(x), T, m.columns, [FloatMatrix(m.format.name, m.address, m.rows, y)]))
 
 
+def begins_routing(c: Lowering, op: Op) -> bool:
+    """Whether a product makes the logits of a router whose experts come next, all on the device, and may hold a branch
+    up to the end of the routed experts."""
+    following = c.program.ops[c.index + 1 : c.index + 3]
+    if not c.fuse or [one.kind for one in following] != ["router", "experts"]:
+        return False
+    experts = following[1]
+    by_table = experts.layer < c.weights.experts.n_layers and c.weights.slots.by_table
+    if (by_table and c.split is not None) or op.buffers["x"] != experts.buffers["x"] or op.consts["rows"] != 1:
+        return False
+    names = {*c.inputs_of(op), *c.inputs_of(experts)}
+    return c.has_activations(op.buffers["x"], {c.weights.tensors.info(name).format.group for name in names} - {0})
+
+
 def lower_experts(c: Lowering, op: Op) -> None:
     k, T, slots = op.consts, c.T, c.weights.slots
     if op.layer < c.weights.experts.n_layers and slots.by_table:
@@ -36,10 +50,11 @@ def lower_experts(c: Lowering, op: Op) -> None:
     formats = tuple(c.weights.expert_format(op.layer, part) for part in range(3))
     sides = Side("routed", T * K, T, F, formats, places, ids, factors), shared_side(c, op)
     quantise_inputs(c, op, *sides)
-    outputs = []
-    for side in sides:
+    if not c.release():  # else the routed side goes on in the branch of the router
         c.branch()
-        outputs.append(add_side(c, op, side))
+    outputs = [add_side(c, op, sides[0])]
+    c.branch()
+    outputs.append(add_side(c, op, sides[1]))
     c.join()
     places = (outputs[0], ids, c.at(op, "weights"), outputs[1], c.at(op, "shared_gate"), c.at(op, "y"))
     c.add(combine(*places, T, K, D, c.error, c.where(op), down_scales=factors[2]))

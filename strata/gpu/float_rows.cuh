@@ -1,5 +1,6 @@
 // Rows of F32, F16 and BF16 matrices times float32 rows by one warp: 256 lanes (index mod 256), ascending fma, halving tree.
 #pragma once
+#include "early.cuh"
 #include "sums.cuh"
 
 enum Kind { F32_VALUES, F16_VALUES, BF16_VALUES };
@@ -62,6 +63,12 @@ DEVICE void chains_of(int kind, const u8 *w, int row, const float *x, int n_x, i
     if (kind == BF16_VALUES) chains<BF16_VALUES, N, T>(w + (size_t)row * K * 2, x, n_x, K, first, lanes, acc);
     else if (kind == F16_VALUES) chains<F16_VALUES, N, T>(w + (size_t)row * K * 2, x, n_x, K, first, lanes, acc);
     else chains<F32_VALUES, N, T>(w + (size_t)row * K * 4, x, n_x, K, first, lanes, acc);
+}
+
+// Brings rows of such a matrix from number `row` on, shared out to threads.
+DEVICE void bring_rows(int kind, const u8 *w, int row, int rows, int K, u32 thread, u32 threads) {
+    u32 bytes = K * (kind == F32_VALUES ? 4 : 2);
+    bring_early(w + (size_t)row * bytes, rows * bytes, thread, threads);
 }
 
 // Halving tree over 256 lanes of one warp, lane 8 t + j in v[j] of thread t: threads trade the halves they do not keep.

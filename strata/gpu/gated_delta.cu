@@ -3,7 +3,8 @@
 // Sums over the key axis have 4 lanes (key index mod 4). A block is one value head, or in a commit some of its columns,
 // with four threads a column: thread (r, j) holds column j of the keys r, r + 4, .. in registers for all rows, so the
 // state is read once and, in a window, never written.
-#include "ahead.cuh"
+#include "arrivals.cuh"
+#include "early.cuh"
 #include "quantise.cuh"
 
 #define ROWS 8  // rows that are prepared side by side
@@ -78,11 +79,16 @@ struct Rows32 {  // outputs as activations in groups of 32, which heads must hol
     int *sums;
 };
 
+struct Rows256 {  // the same in groups of 256, which neighbouring heads share; arrived: a counter for each group of a row
+    i8 *codes;
+    float *scales;
+    int *sums;
+    u32 *arrived;
+};
+
 struct Convolution {  // inputs of the convolution; qkv null: its outputs are there already
     const float *qkv, *w, *history;
     int taps;
-    const u8 *next;  // weights to bring ahead once the block has asked for what it reads itself
-    u32 next_bytes;
 };
 
 // The keys r, r + 4, .. of a column, zero behind the last one.
@@ -92,20 +98,46 @@ DEVICE void load_column(const float *cell, int keys, int dv, float (&S)[N]) {
     for (int m = 0; m < N; m++, cell += 4 * dv) S[m] = m < keys ? *cell : 0.f;
 }
 
+// The same before the inputs are there, of a state that no kernel of this graph writes.
+template <int N>
+DEVICE void load_column_early(const float *cell, int keys, int dv, float (&S)[N]) {
+#pragma unroll
+    for (int m = 0; m < N; m++, cell += 4 * dv) S[m] = m < keys ? load_now(cell) : 0.f;
+}
+
+// What a block's channels need of the convolution besides this window's rows: weights and history, which only commits
+// write.
+DEVICE void bring_channels(const Convolution &source, int h, int key_head, int Hk, int dk, int dv, int channels) {
+    int starts[3] = {key_head * dk, (Hk + key_head) * dk, 2 * Hk * dk + h * dv};
+#pragma unroll
+    for (int i = 0; i < 3; i++) {
+        int t = threadIdx.x - 32 * i, bytes = 4 * (i < 2 ? dk : dv);
+        if (t >= 0 && t < source.taps) bring_early(source.w + (size_t)t * channels + starts[i], bytes, 0, 1);
+        t -= 16;
+        if (t >= 0 && t < source.taps - 1) bring_early(source.history + (size_t)t * channels + starts[i], bytes, 0, 1);
+    }
+}
+
 // N: keys a thread holds, at least dk / 4. OUTPUT false: only the state is advanced, by the first *n_keep rows.
 // CONV: the block makes its own channels of conv first; those of a key head that several blocks share are stored by one.
 template <int N, bool OUTPUT, bool CONV>
 DEVICE void delta_rule(const Convolution &source, float *conv, float *decay, float *beta, const float *z, const float *a, const float *dt,
                        const float *norm, float *const *state_slot, float *y, int T, int Hk, int Hv, int dk, int dv,
-                       int channels, int advance, float eps, float q_scale, const Rows32 &quantised, u64 *error, u64 where) {
+                       int channels, int advance, float eps, float q_scale, const Rows32 &quantised, const Rows256 &wide_groups,
+                       u64 *error, u64 where) {
     DYNAMIC_SHARED(bytes);
+    let_next_start();
     int columns = blockDim.x / 4, first = blockIdx.y * columns;
     float *lanes = (float *)bytes, *gates = lanes + 4 * columns, *own = gates + 2 * ROWS;  // own: q, k, v of each row
     int h = blockIdx.x, t = threadIdx.x, r = t / columns, j = t % columns, key_head = h % Hk, keys = dk / 4;
     int wide = 2 * dk + columns;
-    float *cell = *state_slot + ((size_t)h * dk + r) * dv + first + j;
+    float *cell = load_now(state_slot) + ((size_t)h * dk + r) * dv + first + j;
     float S[N];
-    if (CONV) load_column<N>(cell, keys, dv, S);  // before everything else where the registers allow it
+    if (CONV) {  // the state before everything else where the registers allow it
+        load_column_early<N>(cell, keys, dv, S);
+        bring_channels(source, h, key_head, Hk, dk, dv, channels);
+    }
+    wait_for_inputs();
     // Keys, queries, values and gates of up to ROWS rows first, side by side: only the rule itself is one row after the
     // other, and the norm of the outputs comes after it, again for all rows.
 #pragma unroll 1
@@ -141,8 +173,6 @@ DEVICE void delta_rule(const Convolution &source, float *conv, float *decay, flo
             gates[2 * t + 1] = raw;
         }
         __syncthreads();
-        if (CONV && row0 == 0)
-            bring_ahead(source.next, source.next_bytes, blockIdx.x * blockDim.x + t, gridDim.x * blockDim.x);
 #pragma unroll 1
         for (int one = warp; one < (OUTPUT ? 2 : 1) * rows; one += warps) {
             int row = one % rows;
@@ -198,6 +228,17 @@ DEVICE void delta_rule(const Convolution &source, float *conv, float *decay, flo
             if (!fine) report(error, where, NOT_FINITE, row0 + row);
         }
     }
+    if (CONV && wide_groups.codes) {
+        int heads = 256 / dv, group = h / heads, groups = Hv / heads;
+        if (last_of(wide_groups.arrived + group, heads))
+#pragma unroll 1
+            for (int row = t >> 5; row < T; row += blockDim.x >> 5) {
+                float value[8];
+                size_t g = (size_t)row * groups + group;
+                load_eight(y + 256 * g + 8 * (t & 31), value);
+                quantise_group<8>(value, wide_groups.codes + 256 * g, wide_groups.scales + g, wide_groups.sums + 16 * g);
+            }
+    }
     if (!advance) return;
 #pragma unroll
     for (int m = 0; m < N; m++, cell += 4 * dv)
@@ -205,21 +246,22 @@ DEVICE void delta_rule(const Convolution &source, float *conv, float *decay, flo
 }
 
 template <int N>
-KERNEL(512) gdn_heads(float *conv, float *decay, float *beta, const float *z, const float *a, const float *dt,
+STARTS_EARLY KERNEL(512) gdn_heads(float *conv, float *decay, float *beta, const float *z, const float *a, const float *dt,
                       const float *norm, float *const *state_slot, float *y, int T, int Hk, int Hv, int dk, int dv,
                       int channels, int advance, float eps, float q_scale, u64 *error, u64 where) {
     delta_rule<N, true, false>(Convolution(), conv, decay, beta, z, a, dt, norm, state_slot, y, T, Hk, Hv, dk, dv, channels,
-                               advance, eps, q_scale, Rows32(), error, where);
+                               advance, eps, q_scale, Rows32(), Rows256(), error, where);
 }
 
-// Convolution and delta rule of a window in one; conv is left for the commit. next: weights of the kernel behind.
+// Convolution and delta rule of a window in one; conv is left for the commit.
 template <int N>
-KERNEL(512) gdn_window(const float *qkv, const float *w, const float *const *history_slot, int taps, float *conv,
+STARTS_EARLY KERNEL(512) gdn_window(const float *qkv, const float *w, const float *const *history_slot, int taps, float *conv,
                        float *decay, float *beta, const float *z, const float *a, const float *dt, const float *norm,
                        float *const *state_slot, float *y, int T, int Hk, int Hv, int dk, int dv, int channels, float eps,
-                       float q_scale, i8 *codes, float *scales, int *sums, const u8 *next, u32 next_bytes, u64 *error, u64 where) {
-    delta_rule<N, true, true>(Convolution{qkv, w, *history_slot, taps, next, next_bytes}, conv, decay, beta, z, a, dt, norm, state_slot, y, T,
-                              Hk, Hv, dk, dv, channels, 0, eps, q_scale, Rows32{codes, scales, sums}, error, where);
+                       float q_scale, i8 *codes, float *scales, int *sums, i8 *codes256, float *scales256, int *sums256, u32 *arrived,
+                       u64 *error, u64 where) {
+    delta_rule<N, true, true>(Convolution{qkv, w, load_now(history_slot), taps}, conv, decay, beta, z, a, dt, norm, state_slot, y, T,
+                              Hk, Hv, dk, dv, channels, 0, eps, q_scale, Rows32{codes, scales, sums}, Rows256{codes256, scales256, sums256, arrived}, error, where);
 }
 
 template <int N>
@@ -228,5 +270,5 @@ KERNEL(256) gdn_commit(float *conv, float *decay, float *beta, float *const *sta
     int keep = (int)*n_keep;
     if (keep > 0)
         delta_rule<N, false, false>(Convolution(), conv, decay, beta, nullptr, nullptr, nullptr, nullptr, state_slot, nullptr,
-                                    keep, Hk, Hv, dk, dv, channels, 1, 0.f, 1.f, Rows32(), nullptr, 0);
+                                    keep, Hk, Hv, dk, dv, channels, 1, 0.f, 1.f, Rows32(), Rows256(), nullptr, 0);
 }

@@ -3,10 +3,12 @@ the device that hold a session's addresses."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from strata.base.errors import need
-from strata.gpu.activations import Activations
+from strata.gpu.activations import Activations, places_of
 from strata.gpu.launch import Launch, Source, f32, i32, launch, pointer
 
 KEYS_A_THREAD = (16, 32)
@@ -66,6 +68,17 @@ def gdn_heads(
     return [launch(SOURCE, f"gdn_heads<{keys}>", Hv, threads, *args, shared_bytes=shared_bytes)]
 
 
+def quantises(T: int, Hv: int, dv: int) -> tuple[int, ...]:
+    """Groups in which `gdn_window` quantises its outputs: of whole heads or parts of one."""
+    whole = dv % 32 == 0 and T <= ROWS and 256 % dv == 0 and Hv % (256 // dv) == 0
+    return ((32,) if dv % 32 == 0 else ()) + ((256,) if whole else ())
+
+
+def arrived_bytes(Hv: int, dv: int) -> int:
+    """Bytes of the counters of `gdn_window`."""
+    return 4 * -(-Hv * dv // 256)
+
+
 def gdn_window(
     qkv: int,
     w: int,
@@ -89,17 +102,18 @@ def gdn_window(
     eps: float,
     error: int,
     where: np.uint64,
-    quantised: Activations | None = None,
-    ahead: tuple[int, int] = (0, 0),
+    quantised: Sequence[Activations] = (),
+    arrived: int = 0,
 ) -> list[Launch]:
     """gdn_conv and gdn_heads of a window as one kernel; neither history nor state is written.
 
-    quantised: where y goes as activations in groups of 32 as well. ahead: address and bytes of weights that the launch
-    behind this one reads.
+    quantised: where y goes as activations as well, at most one of each group that `quantises` names. arrived: address
+    of `arrived_bytes`, zeros that are zeros again afterwards, for groups of 256.
     """
-    q = quantised or Activations(T, Hv * dv, 32, 0, 0, 0)
-    need((q.T, q.K, q.group) == (T, Hv * dv, 32) and (quantised is None or dv % 32 == 0), "activations of a window",
-         found=(q.T, q.K, q.group), needed=(T, Hv * dv, 32))  # fmt: skip
+    groups = quantises(T, Hv, dv)
+    need(all((q.T, q.K) == (T, Hv * dv) and q.group in groups for q in quantised), "activations of a window",
+         found=[(q.T, q.K, q.group) for q in quantised], needed=(T, Hv * dv, groups))  # fmt: skip
+    need(arrived != 0 or all(q.group == 32 for q in quantised), "groups of 256 need counters")
     keys, threads, shared_bytes = _shape(dk, dv)
     need(Hv >= Hk, "value heads", found=Hv, needed=f"at least the {Hk} key heads")
     q_scale = np.float32(1) / np.sqrt(np.float32(dk))
@@ -118,11 +132,8 @@ def gdn_window(
         i32(channels),
         f32(eps),
         q_scale,
-        pointer(q.codes),
-        pointer(q.scales),
-        pointer(q.sums),
-        pointer(ahead[0]),
-        i32(ahead[1]),
+        *places_of(tuple(quantised)),
+        pointer(arrived),
         pointer(error),
         where,
     )

@@ -62,7 +62,7 @@ def norm_with_product(c: Lowering, op: Op) -> None:
     ]
     c.squeezed_before = True
     c.add(norm_down(x, c.vector(norm, "w"), c.at(norm, "y"), c.T, k["C"], k["D"], k["eps"], floats, c.error, where,
-                    c.where_next(), ahead=c.ahead(), **more))  # fmt: skip
+                    c.where_next(), **more))  # fmt: skip
 
 
 def hc_add(c: Lowering, op: Op) -> None:
@@ -103,6 +103,5 @@ def hc_mix(c: Lowering, op: Op) -> None:
             inject=c.at(op, "inject"),
             a=c.at(op, "a"),
             quantised=quantised,
-            ahead=c.ahead(),
         )
     )

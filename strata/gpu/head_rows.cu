@@ -2,12 +2,16 @@
 //
 // Order: larger first, equal ones by lowest id (-0 equals +0). The largest of every 64 logits are found first; the n-th
 // largest of those bounds the n-th largest logit from below, so only about n runs of 64 are looked into again.
+#include "early.cuh"
 #include "exp64.cuh"
 #include "sums.cuh"
 
 #define RUN 64
 #define TOP_THREADS 1024
 #define GROUPS 64
+#define HELD 4           // largest logits of runs that a thread keeps
+#define RUNS 4096        // runs that are looked into by a list
+#define LOOKS 4          // of them that a warp loads at once
 #define CANDIDATES 2048  // logits that are sorted by counting
 #define BAD 0xffffffffu
 
@@ -20,8 +24,10 @@ DEVICE u32 order_key(float x) {
 DEVICE bool is_bad(float x, int bans) { return !finite32(x) && !(bans && bits_of(x) == 0xff800000u); }
 
 // tops (T, runs): the largest key of each run of 64 logits, or BAD. One warp a run. Grid: (runs / 8, T).
-KERNEL(256) head_scan(const float *logits, u32 *tops, int V, int runs, int bans) {
+STARTS_EARLY KERNEL(256) head_scan(const float *logits, u32 *tops, int V, int runs, int bans) {
     int run = blockIdx.x * 8 + (threadIdx.x >> 5), lane = threadIdx.x & 31, row = blockIdx.y;
+    let_next_start();
+    wait_for_inputs();
     if (run >= runs) return;
     const float *l = logits + (size_t)row * V;
     u32 top = 0;
@@ -40,25 +46,68 @@ KERNEL(256) head_scan(const float *logits, u32 *tops, int V, int runs, int bans)
     if (lane == 0) tops[(size_t)row * runs + run] = top;
 }
 
+// Runs whose largest logit reaches a bound: n of a list, or without one n in all.
+struct Reaching {
+    const float *l;
+    const u32 *top;
+    const int *list;
+    int n, V;
+    u32 bound;
+
+    // visit(key, logit) for all their logits, a run a warp. Keys are all different: larger logits first, equal ones by
+    // lowest id.
+    template <class Visit>
+    DEVICE void each(Visit visit) const {
+        int lane = threadIdx.x & 31;
+        for (int k0 = threadIdx.x >> 5; k0 < n; k0 += LOOKS * TOP_THREADS / 32) {
+            float x[LOOKS][RUN / 32];
+            int first[LOOKS];  // id, or V for no run
+#pragma unroll
+            for (int u = 0; u < LOOKS; u++) {
+                int k = k0 + u * (TOP_THREADS / 32), b = k < n ? list ? list[k] : k : -1;
+                first[u] = b < 0 || (!list && top[b] < bound) ? V : b * RUN + lane;
+            }
+#pragma unroll
+            for (int u = 0; u < LOOKS; u++)
+#pragma unroll
+                for (int j = 0; j < RUN / 32; j++) x[u][j] = first[u] + 32 * j < V ? l[first[u] + 32 * j] : 0.f;
+#pragma unroll
+            for (int u = 0; u < LOOKS; u++)
+#pragma unroll
+                for (int j = 0; j < RUN / 32; j++) {
+                    int i = first[u] + 32 * j;
+                    if (i < V) visit((u64)order_key(x[u][j]) << 32 | (u32)~i, x[u][j]);
+                }
+        }
+    }
+};
+
 // ids and values (T, stride): the n largest logits in order. status (T): -1, or the id of the first bad logit, and then
 // nothing else is written. One block a row; V >= n.
 //
 // Logits that reach the n-th largest run are candidates; there are rarely more than a few hundred. If they do not fit
 // into the list, the bound is raised to the n-th largest of all, ties by lowest id.
-KERNEL(TOP_THREADS) head_top(const float *logits, const u32 *tops, int *ids, float *values, int *status, int V, int runs,
-                             int n, int stride, int bans) {
-    __shared__ int warps[32], first_bad, found;
+STARTS_EARLY KERNEL(TOP_THREADS) head_top(const float *logits, const u32 *tops, int *ids, float *values, int *status, int V,
+                                          int runs, int n, int stride, int bans) {
+    __shared__ int warps[32], first_bad, found, reaching;
     __shared__ u32 maxima[GROUPS], edge_of_runs, largest;
     __shared__ u64 list[CANDIDATES];
-    int row = blockIdx.x, t = threadIdx.x, lane = t & 31, warp = t >> 5;
+    __shared__ float listed[CANDIDATES];
+    __shared__ int to_look_into[RUNS];
+    int row = blockIdx.x, t = threadIdx.x;
     const float *l = logits + (size_t)row * V;
     const u32 *top = tops + (size_t)row * runs;
-    if (t == 0) first_bad = V, found = 0;
-    __syncthreads();
+    if (t == 0) first_bad = V, found = reaching = 0;
+    let_next_start();
+    wait_for_inputs();
     // Groups of 16 threads hold every 64th part of the runs: the n-th largest of their maxima bounds the n-th largest
     // logit from below, since n different runs reach it.
-    u32 most = 0;
-    for (int b = t; b < runs; b += TOP_THREADS) most = top[b] > most ? top[b] : most;
+    u32 held[HELD], most = 0;
+#pragma unroll
+    for (int i = 0; i < HELD; i++) held[i] = i * TOP_THREADS + t < runs ? top[i * TOP_THREADS + t] : 0;
+#pragma unroll
+    for (int i = 0; i < HELD; i++) most = held[i] > most ? held[i] : most;
+    for (int b = HELD * TOP_THREADS + t; b < runs; b += TOP_THREADS) most = top[b] > most ? top[b] : most;
 #pragma unroll
     for (int half = 8; half; half >>= 1) {
         u32 other = __shfl_xor_sync(ALL_LANES, most, half);
@@ -68,6 +117,7 @@ KERNEL(TOP_THREADS) head_top(const float *logits, const u32 *tops, int *ids, flo
     __syncthreads();
     if (t < GROUPS) {
         int larger = 0;
+#pragma unroll 16
         for (int g = 0; g < GROUPS; g++) larger += maxima[g] > maxima[t] || (maxima[g] == maxima[t] && g < t);
         if (larger == n - 1) edge_of_runs = maxima[t];
         if (larger == 0) largest = maxima[t];
@@ -86,30 +136,32 @@ KERNEL(TOP_THREADS) head_top(const float *logits, const u32 *tops, int *ids, flo
         return;
     }
     u32 bound = edge_of_runs;
-    // Keys that are all different: larger logits first, equal ones by lowest id.
+    auto look_at = [&](int b) {
+        if (b >= runs) return;
+        int place = atomicAdd(&reaching, 1);
+        if (place < RUNS) to_look_into[place] = b;
+    };
+#pragma unroll
+    for (int i = 0; i < HELD; i++)
+        if (held[i] >= bound) look_at(i * TOP_THREADS + t);
+    for (int b = HELD * TOP_THREADS + t; b < runs; b += TOP_THREADS)
+        if (top[b] >= bound) look_at(b);
+    __syncthreads();
+    Reaching reached = {l, top, reaching <= RUNS ? to_look_into : nullptr, reaching <= RUNS ? reaching : runs, V, bound};
     u64 edge = (u64)bound << 32;
     for (;;) {
-        for (int b = warp; b < runs; b += TOP_THREADS / 32) {
-            if (top[b] < bound) continue;
-            for (int i = b * RUN + lane; i < V && i < (b + 1) * RUN; i += 32) {
-                u64 key = (u64)order_key(l[i]) << 32 | (u32)~i;
-                if (key >= edge) {
-                    int place = atomicAdd(&found, 1);
-                    if (place < CANDIDATES) list[place] = key;
-                }
-            }
-        }
+        reached.each([&](u64 key, float logit) {
+            if (key < edge) return;
+            int place = atomicAdd(&found, 1);
+            if (place < CANDIDATES) list[place] = key, listed[place] = logit;
+        });
         __syncthreads();
         if (found <= CANDIDATES) break;
         u64 exact = 0;
         for (int bit = 63; bit >= 0; bit--) {
             u64 trial = exact | 1ull << bit;
             int mine = 0;
-            for (int b = warp; b < runs; b += TOP_THREADS / 32) {
-                if (top[b] < bound) continue;
-                for (int i = b * RUN + lane; i < V && i < (b + 1) * RUN; i += 32)
-                    mine += ((u64)order_key(l[i]) << 32 | (u32)~i) >= trial;
-            }
+            reached.each([&](u64 key, float) { mine += key >= trial; });
             int all = block_count(mine, warps);
             if (all >= n) exact = trial;
             if (all == n) break;
@@ -118,69 +170,78 @@ KERNEL(TOP_THREADS) head_top(const float *logits, const u32 *tops, int *ids, flo
         if (t == 0) found = 0;
         __syncthreads();
     }
-    for (int c = t; c < found; c += TOP_THREADS) {
+    int candidates = found;
+    for (int c = t; c < candidates; c += TOP_THREADS) {
         u64 key = list[c];
-        int rank = 0, id = (int)~(u32)key;
-        for (int j = 0; j < found; j++) rank += list[j] > key;
+        int rank = 0;
+#pragma unroll 8
+        for (int j = 0; j < candidates; j++) rank += list[j] > key;
         if (rank >= n) continue;
-        ids[row * stride + rank] = id;
-        values[row * stride + rank] = l[id];
+        ids[row * stride + rank] = (int)~(u32)key;
+        values[row * stride + rank] = listed[c];
     }
     if (t == 0) status[row] = -1;
 }
 
-// terms (T, V) float64 = exp(logit - largest); largest: values[row * stride]. Grid: (V / 256, T).
-KERNEL(256) head_terms(const float *logits, const float *values, int stride, double *terms, int V) {
-    int i = blockIdx.x * 256 + threadIdx.x, row = blockIdx.y;
-    if (i >= V) return;
-    terms[(size_t)row * V + i] = exp64(add64((double)logits[(size_t)row * V + i], -(double)values[row * stride]));
-}
+#define LSE_LANES 8     // lanes of a block
+#define LSE_ROWS 128    // ids of each lane that are under way at once
+#define LSE_TERMS (LSE_LANES * LSE_ROWS / 256)
 
-#define LSE_LANES 32   // lanes of a block
-#define LSE_ROWS 64    // ids of each lane that are under way at once
-
-// lanes (T, 256) float64: sums of 256 lanes (id mod 256), ids ascending. A block has 32 lanes: warp 0 adds what the
-// others bring into shared memory. Grid: (8, T).
-KERNEL(256) head_lanes(const double *terms, double *lanes, int V) {
+// lanes (T, 256) float64: sums of exp(logit - largest) over 256 lanes (id mod 256), ids ascending; largest: values[row *
+// stride]. A block has 8 lanes: 256 threads bring terms into shared memory, and a warp of its own adds what they brought
+// before. A term behind the last id is +0, which changes no sum. Grid: (32, T).
+STARTS_EARLY KERNEL(288) head_lanes(const float *logits, const float *values, int stride, double *lanes, int V) {
     __shared__ double tile[2][LSE_ROWS][LSE_LANES];
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, row = blockIdx.y, first = blockIdx.x * LSE_LANES + lane;
-    const double *e = terms + (size_t)row * V + first;
-    int n = first < V ? (V - first + 255) / 256 : 0, rounds = ((V + 255) / 256 + LSE_ROWS - 1) / LSE_ROWS;
-    double ahead[LSE_ROWS / 8], sum = 0.0;
+    int t = threadIdx.x, row = blockIdx.y, lane = t % LSE_LANES, first = blockIdx.x * LSE_LANES + lane;
+    int rounds = ((V + 255) / 256 + LSE_ROWS - 1) / LSE_ROWS;
+    const float *l = logits + (size_t)row * V;
+    let_next_start();
+    wait_for_inputs();
+    double largest = (double)values[row * stride], sum = 0.0;
+    float ahead[LSE_TERMS];
+    auto id_of = [&](int round, int i) { return 256 * (round * LSE_ROWS + 32 * i + t / LSE_LANES) + first; };
     auto fetch = [&](int round) {
 #pragma unroll
-        for (int i = 0; i < LSE_ROWS / 8; i++) {
-            int k = round * LSE_ROWS + 8 * i + warp;
-            ahead[i] = k < n ? e[(size_t)256 * k] : 0.0;
-        }
+        for (int i = 0; i < LSE_TERMS; i++) ahead[i] = id_of(round, i) < V ? l[id_of(round, i)] : 0.f;
     };
-    fetch(0);
-    for (int round = 0; round < rounds; round++) {
+    if (t < 256) fetch(0);
+    for (int round = 0; round <= rounds; round++) {
+        if (t < 256 && round < rounds) {
+            float now[LSE_TERMS];
 #pragma unroll
-        for (int i = 0; i < LSE_ROWS / 8; i++) tile[round & 1][8 * i + warp][lane] = ahead[i];
-        if (round + 1 < rounds) fetch(round + 1);
-        __syncthreads();  // the other tile was read before the last one was complete
-        if (warp == 0) {
-            int left = n - round * LSE_ROWS;
-#pragma unroll 8
-            for (int k = 0; k < LSE_ROWS; k++)
-                if (k < left) sum = add64(sum, tile[round & 1][k][lane]);
+            for (int i = 0; i < LSE_TERMS; i++) now[i] = ahead[i];
+            if (round + 1 < rounds) fetch(round + 1);
+#pragma unroll
+            for (int i = 0; i < LSE_TERMS; i++) {
+                double term = exp64(add64((double)now[i], -largest));
+                tile[round & 1][32 * i + t / LSE_LANES][lane] = id_of(round, i) < V ? term : 0.0;
+            }
         }
-    }
-    if (warp == 0) lanes[(size_t)row * 256 + first] = sum;
-}
-
-// sums (T): log-sum-exp of each row, by a halving tree over its lanes. One block a row.
-KERNEL(256) head_sums(const double *lanes_of_rows, const float *values, int stride, double *sums) {
-    __shared__ double lanes[256];
-    int t = threadIdx.x, row = blockIdx.x;
-    lanes[t] = lanes_of_rows[(size_t)row * 256 + t];
-    __syncthreads();
-    for (int half = 128; half; half >>= 1) {
-        if (t < half) lanes[t] = add64(lanes[t], lanes[t + half]);
+        if (t >= 256 && t < 256 + LSE_LANES && round > 0) {
+#pragma unroll 16
+            for (int k = 0; k < LSE_ROWS; k++) sum = add64(sum, tile[(round - 1) & 1][k][lane]);
+        }
         __syncthreads();
     }
-    if (t == 0) sums[row] = add64((double)values[row * stride], log64(lanes[0]));
+    if (t >= 256 && t < 256 + LSE_LANES) lanes[(size_t)row * 256 + first] = sum;
+}
+
+// sums (T): log-sum-exp of each row, by a halving tree over its lanes. One warp a row.
+STARTS_EARLY KERNEL(32) head_sums(const double *lanes_of_rows, const float *values, int stride, double *sums) {
+    int lane = threadIdx.x, row = blockIdx.x;
+    let_next_start();
+    wait_for_inputs();
+    double v[8], largest = (double)values[row * stride];
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] = lanes_of_rows[(size_t)row * 256 + 32 * i + lane];
+#pragma unroll
+    for (int half = 4; half; half >>= 1)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (i < half) v[i] = add64(v[i], v[i + half]);
+#pragma unroll
+    for (int half = 16; half; half >>= 1) v[0] = add64(v[0], __shfl_xor_sync(ALL_LANES, v[0], half));
+    if (lane == 0) sums[row] = add64(largest, log64(v[0]));
 }
 
 // out (T, V) = logits after penalties, then bias. Row j counts the last `last_n` (0: all) of history and rows[: j + 1].

@@ -8,7 +8,7 @@ from strata.base.errors import need
 from strata.base.window import CANDIDATES
 from strata.gpu.launch import Launch, Source, i32, launch, pointer
 
-SOURCE = Source("head_rows.cu", ("head_scan", "head_top", "head_terms", "head_lanes", "head_sums", "head_modify"))
+SOURCE = Source("head_rows.cu", ("head_scan", "head_top", "head_lanes", "head_sums", "head_modify"))
 RUN = 64
 
 
@@ -33,18 +33,16 @@ def top(
 
 
 def term_bytes(T: int, V: int) -> int:
-    """Bytes of the scratch of log_sum_exp: float64 terms (T, V) and sums of lanes (T, 256)."""
+    """Bytes of the scratch of log_sum_exp, as plans count it. Sums of lanes, float64 (T, 256), lie at its start."""
     return 8 * T * (V + 256)
 
 
 def log_sum_exp(logits: int, values: int, terms: int, sums: int, T: int, V: int) -> list[Launch]:
     """sums float64 (T) of T rows whose largest logits `top` left in values. terms: scratch of term_bytes."""
-    each = (pointer(logits), pointer(values), i32(CANDIDATES), pointer(terms), i32(V))
-    lanes = terms + 8 * T * V
+    largest = (pointer(values), i32(CANDIDATES))
     return [
-        launch(SOURCE, "head_terms", (-(-V // 256), T), 256, *each),
-        launch(SOURCE, "head_lanes", (8, T), 256, pointer(terms), pointer(lanes), i32(V)),
-        launch(SOURCE, "head_sums", T, 256, pointer(lanes), pointer(values), i32(CANDIDATES), pointer(sums)),
+        launch(SOURCE, "head_lanes", (32, T), 288, pointer(logits), *largest, pointer(terms), i32(V)),
+        launch(SOURCE, "head_sums", T, 32, pointer(terms), *largest, pointer(sums)),
     ]
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -16,17 +16,21 @@ from strata.base import doorbell as mail
 from strata.base.doorbell import Mailbox
 from strata.base.errors import StrataError, need
 from strata.base.geometry import WINDOW_ROWS
-from strata.base.program import ERROR_TEXT, EXPERTS_TIMEOUT, Allocation
+from strata.base.program import ERROR_TEXT, EXPERTS_TIMEOUT, Allocation, Op
 from strata.gpu import doorbell as bells
 from strata.gpu.device import Device
 from strata.gpu.doorbell import Doorbell
 from strata.gpu.error_word import Reported
+from strata.gpu.gemm.experts import Order
 from strata.gpu.launch import Launch
 from strata.gpu.link_fetch import ALIGN
-from strata.gpu.mailbox import outbox
+from strata.gpu.mailbox import copy_values, outbox
 from strata.gpu.relayout import relayout_bytes
 from strata.gpu.split_experts import Split
 from strata.pack.experts import ExpertLayout
+
+if TYPE_CHECKING:
+    from strata.gpu.chunk_lower import ChunkLowering
 
 WHOLE_SHARE = 256
 STAGING_BLOBS = 16
@@ -56,7 +60,7 @@ class LayerTimes:
     post_us      from the start of `post` until it had rung
     hits_us, link_us, cpu_us   from there to the end of each branch; 0: not measured. cpu_us is that of the wait, with
                  the copy of the sums, and counts only if the CPU had entries
-    join_us      to the start of the combine
+    join_us      to the start of the combine, which every branch has ended before
     link_bytes   read over the link
     """
 
@@ -76,13 +80,14 @@ class LayerTimes:
 
     @property
     def waited_for(self) -> str:
-        """The branch that ended last: hits, link or cpu."""
-        ends = {"hits": self.hits_us}
+        """The branch that ended last: hits, link or cpu. See `bells.START_NS`."""
+        unknown_us = self.join_us - bells.START_NS / 1e3
+        ends = {"cpu": self.cpu_us} if self.cpu_entries else {}
         if self.link_experts:
-            ends["link"] = self.link_us
-        if self.cpu_entries:
-            ends["cpu"] = self.cpu_us
-        return max(ends, key=ends.__getitem__)
+            ends["link"] = self.link_us if self.link_us < self.join_us else unknown_us
+        if self.hit_entries:
+            ends["hits"] = self.hits_us if self.hits_us < self.join_us else unknown_us
+        return max(ends, key=ends.__getitem__, default="hits")
 
 
 def _expert_bytes(experts: ExpertLayout, layer: int) -> int:
@@ -116,9 +121,9 @@ def _report_bytes(experts: ExpertLayout, K: int) -> int:
 
 
 def _areas(experts: ExpertLayout, K: int, staging_blobs: int) -> tuple[int, ...]:
-    """Bytes of control, work, decisions, staged, jobs."""
-    work = 4 * (bells.EXPERTS + max(1, staging_blobs))
-    return 8 * bells.CONTROL_WORDS, work, WINDOW_ROWS * K, 24 * experts.E, 8 * (1 + WINDOW_ROWS * K)
+    """Bytes of control, work, decisions, staged, jobs, counts of a prompt's chunk."""
+    work, counts = 4 * (bells.EXPERTS + max(1, staging_blobs)), 4 * experts.n_layers * experts.E
+    return 8 * bells.CONTROL_WORDS, work, WINDOW_ROWS * K, 24 * experts.E, 8 * (1 + WINDOW_ROWS * K), counts
 
 
 class Hybrid:
@@ -127,7 +132,8 @@ class Hybrid:
     serve          starts the service that computes the CPU's share
     raws           (L, E, 3) uint64 addresses in host memory that the device reads, 0 for experts without one; None if
                    it cannot read any: then nothing goes over the link
-    share          of the distinct missing experts of a layer that go over the link, 0..1 in steps of 1/256
+    share          of the distinct missing experts of a layer that go over the link, 0..1 in steps of 1/256; with 0 and
+                   with more, different graphs are used: see `form`
     staging_blobs  most experts a layer over the link
     limit_s        how long a window waits for the CPU in one layer
     """
@@ -152,7 +158,8 @@ class Hybrid:
         self.staging_blobs = staging_blobs if raws is not None else 0
         self._host = device.host(self.mailbox.n_bytes)
         self._words = self._host[: mail.PAYLOAD].view(np.int64)
-        control, work, decisions, staged, jobs = (device.alloc(n) for n in _areas(experts, K, self.staging_blobs))
+        areas = [device.alloc(n) for n in _areas(experts, K, self.staging_blobs)]
+        control, work, decisions, staged, jobs, self._chunk_counts = areas
         places = self.staging_blobs * max(_expert_bytes(experts, l) for l in range(experts.n_layers))
         staging = device.alloc(places) if places else 0
         self._raws = device.alloc(raws.nbytes) if self.staging_blobs else 0
@@ -163,6 +170,7 @@ class Hybrid:
         bell = Doorbell(self.mailbox, self._host.ctypes.data, control, work, decisions, staged, jobs)
         self.split = Split(bell, self._raws_of, staging, self.staging_blobs, stamps, stamp_branches, copy_sums,
                            stamps + 8 * self._n_stamps)  # fmt: skip
+        self._unlinked = replace(self.split, staging=0, places=0) if self.staging_blobs else self.split
         self._control = np.zeros(bells.CONTROL_WORDS, np.int64)
         self.set_limit(limit_s)
         self.set_share(share)
@@ -197,6 +205,12 @@ class Hybrid:
         return self._raws and self._raws + 24 * self.experts.E * layer
 
     @property
+    def form(self) -> Split:
+        """`split`, without its link where the share sends nothing over it: what a window's graph needs now."""
+        linked = self._control[bells.SHARE] and self._control[bells.STAGING]
+        return self.split if linked else self._unlinked
+
+    @property
     def share(self) -> float:
         return int(self._control[bells.SHARE]) / WHOLE_SHARE
 
@@ -205,12 +219,26 @@ class Hybrid:
             self._control[word] = value
             self.device.upload(self.split.doorbell.control + 8 * word, self._control[word : word + 1].copy())
 
+    # ---- chunks
+
+    def count_chunk(self, c: ChunkLowering, op: Op) -> None:
+        """Behind an experts op of a chunk: keep how many of its entries each expert has."""
+        E = self.experts.E
+        order = Order.at(c.scratch("experts.order", Order.n_bytes(c.T * self.mailbox.K, E)), c.T * self.mailbox.K, E)
+        c.add(copy_values(order.counts, self._chunk_counts + 4 * E * op.layer, E))
+
+    def chunk_counts(self) -> np.ndarray:
+        """int32 (L, E): entries of the last chunk; waits for it."""
+        out = np.empty((self.experts.n_layers, self.experts.E), np.int32)
+        self.device.download(self._chunk_counts, out)
+        return out
+
     # ---- windows
 
     def launches(self, T: int) -> list[Launch]:
         """What the graph of a window of T rows ends with: stamps and routed ids, to the host."""
         n_bytes = 8 * self._n_stamps + _log_bytes(self.experts, self.mailbox.K, T)
-        return outbox(self.split.stamps, self._report.ctypes.data, n_bytes)
+        return [replace(one, gathers=True) for one in outbox(self.split.stamps, self._report.ctypes.data, n_bytes)]
 
     @contextmanager
     def window(self) -> Iterator[None]:
@@ -278,7 +306,10 @@ def decode_telemetry(stamps: np.ndarray, experts: ExpertLayout) -> list[LayerTim
             continue
 
         def since(word: int, posted: int = posted, words: list[int] = words) -> float:
-            return max(0.0, (words[word] - posted) / 1e3) if words[word] else 0.0
+            end = words[word]
+            if words[bells.JOINED] > posted:  # not where the window ended before
+                end = min(end, words[bells.JOINED])  # a branch has ended when the combine begins, its stamp perhaps not
+            return max(0.0, (end - posted) / 1e3)
 
         linked = words[bells.N_LINK_EXPERTS]
         out.append(

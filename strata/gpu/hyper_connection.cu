@@ -1,5 +1,5 @@
 // Hyper-connections: norm of every stream (after adding the last branch's output, where there is one), mixing, add.
-#include "ahead.cuh"
+#include "early.cuh"
 #include "quantise.cuh"
 
 #define STREAMS 4  // streams whose values are loaded at once
@@ -8,18 +8,20 @@
 // One block of 256 threads a (stream, row). ADD: X[c] = fma(a[c], y, X[c]) first, and kept.
 // x (rows, C, D), w (C, D), out (T, C, D); first: address of the index of x's first row, or null.
 template <bool ADD>
-KERNEL(256) hc_norm(float *x, const float *y, const float *a, const float *w, float *out, int C, int D, float eps,
+STARTS_EARLY KERNEL(256) hc_norm(float *x, const float *y, const float *a, const float *w, float *out, int C, int D, float eps,
                     const i64 *first, u64 *error, u64 where) {
     __shared__ float shared[8];
+    let_next_start();
     int c = blockIdx.x, row = blockIdx.y, t = threadIdx.x;
-    float *stream = x + ((size_t)((first ? *first : 0) + row) * C + c) * D;
     float *target = out + ((size_t)row * C + c) * D;
     const float *weight = w + (size_t)c * D;
     bool held = D >= 256 && D <= 256 * HELD;  // then a thread's values are its lane of the sum
     float mine[HELD], scale[HELD], squares;
     if (held)  // on their way during the sum
 #pragma unroll
-        for (int j = 0; j < HELD; j++) scale[j] = t + 256 * j < D ? weight[t + 256 * j] : 0.f;
+        for (int j = 0; j < HELD; j++) scale[j] = t + 256 * j < D ? __ldg(weight + t + 256 * j) : 0.f;
+    wait_for_inputs();
+    float *stream = x + ((size_t)((first ? *first : 0) + row) * C + c) * D;
     if (ADD || held) {
         float strength = ADD ? a[row * C + c] : 0.f;
         const float *branch = ADD ? y + (size_t)row * D : nullptr;
@@ -57,7 +59,9 @@ KERNEL(256) hc_norm(float *x, const float *y, const float *a, const float *w, fl
     if (t == 0 && !(finite32(squares) && finite32(r))) report(error, where, NOT_FINITE, row);
 }
 
-KERNEL(256) hc_add(float *x, const float *y, const float *a, int C, int D) {
+STARTS_EARLY KERNEL(256) hc_add(float *x, const float *y, const float *a, int C, int D) {
+    let_next_start();
+    wait_for_inputs();
     int i = blockIdx.x * 256 + threadIdx.x, row = blockIdx.y;
     if (i >= C * D) return;
     float *p = x + (size_t)row * C * D + i;
@@ -65,16 +69,13 @@ KERNEL(256) hc_add(float *x, const float *y, const float *a, int C, int D) {
 }
 
 // u = mean over streams of sigmoid(gate) normed, a = 2 sigmoid(inject / C); u is quantised too where codes are given.
-// One block of 256 columns of one row; blocks behind those of the first row bring `next` ahead. inject, codes32 and
-// codes256 may be null.
-KERNEL(256) hc_mix(const float *normed, const float *gate, float *u, int C, int D, const float *inject, float *a,
+// One block of 256 columns of one row. inject, codes32 and codes256 may be null.
+STARTS_EARLY KERNEL(256) hc_mix(const float *normed, const float *gate, float *u, int C, int D, const float *inject, float *a,
                    i8 *codes32, float *scales32, int *sums32, i8 *codes256, float *scales256, int *sums256,
-                   const u8 *next, u32 next_bytes, u64 *error, u64 where) {
-    int t = threadIdx.x, i = blockIdx.x * 256 + t, row = blockIdx.y, blocks = (D + 255) / 256;
-    if (blockIdx.x >= blocks) {
-        if (row == 0) bring_ahead(next, next_bytes, (blockIdx.x - blocks) * 256 + t, (gridDim.x - blocks) * 256);
-        return;
-    }
+                   u64 *error, u64 where) {
+    let_next_start();
+    wait_for_inputs();
+    int t = threadIdx.x, i = blockIdx.x * 256 + t, row = blockIdx.y;
     float count = i32_f32(C), value = 0.f;
     bool fine = true;  // an infinite gate would end as a finite sigmoid
     if (i < D) {

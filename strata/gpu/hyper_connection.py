@@ -10,9 +10,6 @@ from strata.gpu.launch import Launch, Source, f32, i32, launch, pointer
 
 SOURCE = Source("hyper_connection.cu", ("hc_norm<false>", "hc_norm<true>", "hc_add", "hc_mix"))
 
-AHEAD_BLOCKS = 64
-"""Blocks that bring the next product's weights into L2 beside a small kernel."""
-
 
 def hc_norm(
     x: int, w: int, out: int, T: int, C: int, D: int, eps: float, error: int, where: np.uint64,
@@ -38,15 +35,14 @@ def hc_add(x: int, y: int, a: int, T: int, C: int, D: int) -> list[Launch]:
 
 def hc_mix(
     normed: int, gate: int, u: int, T: int, C: int, D: int, error: int, where: np.uint64,
-    *, inject: int = 0, a: int = 0, quantised: tuple[Activations, ...] = (), ahead: tuple[int, int] = (0, 0),
+    *, inject: int = 0, a: int = 0, quantised: tuple[Activations, ...] = (),
 ) -> list[Launch]:  # fmt: skip
     """u (T, D) from normed and gate (T, C, D); a (T, C) from inject (T, C) unless that is 0.
 
-    quantised: where u goes as activations as well, at most one of each group. ahead: address and bytes of weights that
-    the next product reads.
+    quantised: where u goes as activations as well, at most one of each group.
     """
     need(all((q.T, q.K) == (T, D) for q in quantised), "activations of u")
     args = (pointer(normed), pointer(gate), pointer(u), i32(C), i32(D), pointer(inject), pointer(a),
-            *places_of(quantised), pointer(ahead[0]), i32(ahead[1]), pointer(error), where)  # fmt: skip
+            *places_of(quantised), pointer(error), where)  # fmt: skip
     need(C <= 256, "streams", found=C, needed="at most 256")
-    return [launch(SOURCE, "hc_mix", (-(-D // 256) + (AHEAD_BLOCKS if ahead[1] else 0), T), 256, *args)]
+    return [launch(SOURCE, "hc_mix", (-(-D // 256), T), 256, *args)]

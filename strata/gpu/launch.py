@@ -39,8 +39,11 @@ class Source:
 class Launch:
     """One kernel launch. grid and block count blocks and threads; shared_bytes is dynamic shared memory.
 
+    ring_bytes    bytes at the end of it that only code for sm_80 and later uses; Turing has no room for them
     fork, branch  launches side by side in a list with the same fork (not 0) may run at the same time if their branches
                   differ; those of one branch keep their order, and what follows the fork waits for all of them
+    aside         runs when what is in front of it in its branch has ended; nothing waits for it
+    gathers       but this: a launch outside of forks that waits for all launches aside
     """
 
     source: Source
@@ -51,6 +54,9 @@ class Launch:
     shared_bytes: int = 0
     fork: int = 0
     branch: int = 0
+    aside: bool = False
+    gathers: bool = False
+    ring_bytes: int = 0
 
     def __post_init__(self) -> None:
         need(self.kernel in self.source.instances, f"{self.source.file} has no instance {self.kernel}",

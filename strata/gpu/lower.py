@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 PRODUCTS = ("linear", "experts")
 
-AHEAD_BYTES = 8 << 20
-"""Most bytes of weights that small kernels bring into L2 for the product behind them; 0: none."""
-
 
 class Lowering:
     """One program's launches. `op_of_launch` maps each launch to its op; see the module text."""
@@ -57,7 +54,7 @@ class Lowering:
         self.norm_before: tuple[Op, np.uint64] | None = None  # an hc_norm that the next product does, and its `where`
         self.branch_before: Branch | None = None  # which the product behind that one stores
         self.convolution_before: Op | None = None  # a gdn_conv that the next gdn_heads does
-        self._fork, self._branch = 0, -1
+        self._fork, self._branch, self._held = 0, -1, False
         self.squeezed_before = False  # the product before an hc_squeeze has done it
 
     def run(self, table: dict[str, Callable[[Lowering, Op], None]]) -> Lowering:
@@ -100,15 +97,16 @@ class Lowering:
     def scratch(self, name: str, n_bytes: int) -> int:
         return self.memory.scratch(name, n_bytes)
 
-    def add(self, launches: list[Launch]) -> None:
+    def add(self, launches: list[Launch], aside: bool = False) -> None:
+        """Add launches of the op; aside: nothing waits for them but a launch that `gathers`."""
         if self._branch >= 0:
-            launches = [replace(one, fork=self._fork, branch=self._branch) for one in launches]
+            launches = [replace(one, fork=self._fork, branch=self._branch, aside=aside) for one in launches]
         self.launches += launches
         self.op_of_launch += [self.index] * len(launches)
 
     def branch(self) -> None:
         """What is added from here on may run beside what the last call's branch adds, until `join`."""
-        if not self.fuse:
+        if not self.fuse or self._held:
             return
         if self._branch < 0:
             self._fork += 1
@@ -116,9 +114,24 @@ class Lowering:
 
     def join(self) -> None:
         """What is added from here on waits for all branches."""
-        self._branch = -1
+        if not self._held:
+            self._branch = -1
+
+    def hold(self) -> None:
+        """As `branch`, for several ops: until `release` other calls of `branch` and `join` count for nothing."""
+        self.branch()
+        self._held = True
+
+    def release(self) -> bool:
+        """Whether a branch was held; it goes on until the next call of `branch`."""
+        held, self._held = self._held, False
+        return held
 
     # ---- activations
+
+    def has_activations(self, buffer: str, groups: set[int]) -> bool:
+        """Whether a buffer's rows are quantised in all these groups already."""
+        return all((buffer, group) in self._activations for group in groups)
 
     def place_activations(self, buffer: str, K: int, group: int, rows: int) -> Activations:
         """Where activations of a buffer's rows of K values go; from now on they count as made."""
@@ -162,19 +175,6 @@ class Lowering:
     def next_op(self) -> Op | None:
         ops = self.program.ops
         return ops[self.index + 1] if self.fuse and self.index + 1 < len(ops) else None
-
-    def ahead(self) -> tuple[int, int]:
-        """Address and bytes of what a kernel may bring into L2 for the next product: of its largest matrix."""
-        if not self.fuse or AHEAD_BYTES == 0:
-            return 0, 0
-        for op in self.program.ops[self.index + 1 :]:
-            if op.kind == "linear":
-                found = [self.weights.matrix(name) for name in self.inputs_of(op)]
-                largest = max(found, key=lambda m: m.rows * m.row_bytes)
-                return largest.address, min(largest.rows * largest.row_bytes, AHEAD_BYTES)
-            if op.kind in PRODUCTS:
-                break
-        return 0, 0
 
     # ---- results
 

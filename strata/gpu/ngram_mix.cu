@@ -1,4 +1,5 @@
 // N-gram block: rows from the reader, gates and rows of the convolution, then the convolution into the streams.
+#include "early.cuh"
 #include "sums.cuh"
 
 // Waits until the reader has filled this window's rows, then copies them here. ticket: (wanted, done) in host memory;
@@ -29,9 +30,11 @@ KERNEL(1024) ngram_wait(const i64 *ticket, const float *staged, float *rows, int
 }
 
 // One block a (stream, row): gate = sigmoid of the signed root of key . query / sqrt(D), rows = rms(gate value) w.
-KERNEL(256) ngram_gate(const float *x, const float *key, const float *value, const float *norm_key, const float *norm_query,
+STARTS_EARLY KERNEL(256) ngram_gate(const float *x, const float *key, const float *value, const float *norm_key, const float *norm_query,
                        const float *norm_conv, float *rows, float *gates, int C, int D, float eps, u64 *error, u64 where) {
     __shared__ float shared[8];
+    let_next_start();
+    wait_for_inputs();
     int c = blockIdx.x, t = blockIdx.y, lanes = lanes_of(D, 256), lane = threadIdx.x;
     size_t at = ((size_t)t * C + c) * D;
     const float *k = key + at, *q = x + at, *v = value + (size_t)t * D;
@@ -55,9 +58,13 @@ KERNEL(256) ngram_gate(const float *x, const float *key, const float *value, con
 }
 
 // x = (x + gate value) + silu(convolution of rows). conv (taps, C D); history ((taps - 1) dilation, C D).
-KERNEL(256) ngram_conv(float *x, const float *value, const float *rows, const float *gates, const float *conv,
+STARTS_EARLY KERNEL(256) ngram_conv(float *x, const float *value, const float *rows, const float *gates, const float *conv,
                        const float *const *history_slot, int C, int D, int taps, int dilation, u64 *error, u64 where) {
+    let_next_start();
     int i = blockIdx.x * 256 + threadIdx.x, t = blockIdx.y, width = C * D, n_history = (taps - 1) * dilation;
+    if (i < width && !(threadIdx.x & 31))
+        for (int j = 0; j < taps; j++) bring_early(conv + (size_t)j * width + i, 128, 0, 1);
+    wait_for_inputs();
     if (i >= width) return;
     const float *history = *history_slot;
     float sum = 0.f;

@@ -4,7 +4,7 @@
 // Every block norms all streams of its row for itself, which costs less than a kernel of its own in narrow windows: lane
 // t of the norm's sums and of the products is thread t, so streams stay in registers from one to the other. The sums
 // with the branch are not stored here, where other blocks still read the streams; the product that follows does that.
-#include "ahead.cuh"
+#include "early.cuh"
 #include "sums.cuh"
 
 #define ROWS 3     // matrix rows of a block
@@ -55,14 +55,14 @@ DEVICE float tree_of(const float *lanes) {
 
 // x (T, C, D), y (T, D) and a (T, C) or null, norm (C, D), normed (T, C, D); the matrices (n0, C D) and (n1, C D) of kinds
 // k0 and k1, out0 (T, n0) = silu(product / squeeze) unless squeeze is 0, out1 (T, n1). D = 256 N.
-// next: weights of the kernel behind this one.
 // Grid: (tiles of ROWS rows, each of one matrix; rows of x).
 template <int N>
-__global__ void __launch_bounds__(256, 2)
+STARTS_EARLY __global__ void __launch_bounds__(256, 2)
 norm_down(const float *x, const float *y, const float *a, const float *norm, float *normed, int C, float eps, const u8 *w0,
-          float *out0, int n0, int k0, const u8 *w1, float *out1, int n1, int k1, int squeeze, const u8 *next, u32 next_bytes,
+          float *out0, int n0, int k0, const u8 *w1, float *out1, int n1, int k1, int squeeze,
           u64 *error, u64 where, u64 where_squeeze) {
     const int D = 256 * N;
+    let_next_start();
     __shared__ float lanes[STREAMS][256];
     __shared__ float inverse[STREAMS];
     int t = threadIdx.x, warp = t >> 5, row = blockIdx.y, K = C * D;
@@ -77,12 +77,14 @@ norm_down(const float *x, const float *y, const float *a, const float *norm, flo
 #pragma unroll
     for (int c = 0; c < STREAMS; c++)
 #pragma unroll
-        for (int i = 0; i < N; i++) v[c][i] = c < C ? stream[c * D + 256 * i] : 0.f;
+        for (int i = 0; i < N; i++) weight[c][i] = c < C ? __ldg(norm + c * D + 256 * i + t) : 0.f;
+    bring_early(w, n * row_bytes, t, 256);
+    wait_for_inputs();
 #pragma unroll
     for (int c = 0; c < STREAMS; c++)
 #pragma unroll
-        for (int i = 0; i < N; i++) weight[c][i] = c < C ? norm[c * D + 256 * i + t] : 0.f;
-    bring_ahead(w, n * row_bytes, t, 256);  // behind what the norm waits for
+        for (int i = 0; i < N; i++) v[c][i] = c < C ? stream[c * D + 256 * i] : 0.f;
+    if (!CAN_START_EARLY) bring_ahead(w, n * row_bytes, t, 256);  // behind what the norm waits for
     if (y) {
         float branch[N];
 #pragma unroll
@@ -110,7 +112,6 @@ norm_down(const float *x, const float *y, const float *a, const float *norm, flo
         }
     }
     __syncthreads();
-    if (row == 0) bring_ahead(next, next_bytes, tile * 256 + t, gridDim.x * 256);
     int mine = tile;  // blocks share out what they all have
     float *target = normed + (size_t)row * K + t;
 #pragma unroll

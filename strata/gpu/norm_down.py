@@ -36,14 +36,13 @@ def norm_down(
     *,
     y: int = 0,
     a: int = 0,
-    ahead: tuple[int, int] = (0, 0),
 ) -> list[Launch]:
     """normed (T, C, D) = rms norm of every stream of x (T, C, D) times w (C, D), and the matrices' outputs from it.
 
     Matrices have C D values a row; the first may be squeezed. y, a: addresses of a branch's output (T, D) and strengths
     (T, C) that count as added to x, or 0: x itself stays as it is, see `float_gemv.Branch`. Errors of the norm are
-    reported at `where`, those of the squeeze at `where_squeeze`. ahead: address and bytes of weights that the launch
-    behind this one reads. float32 addresses, 16-byte aligned matrices.
+    reported at `where`, those of the squeeze at `where_squeeze`. float32 addresses,
+    16-byte aligned matrices.
     """
     need(fits(C, D, len(matrices)), "streams of a norm with its products", found=(C, D, len(matrices)),
          needed=f"up to {MOST_STREAMS} streams of {' or '.join(map(str, WIDTHS))} values, 1 or 2 matrices")  # fmt: skip
@@ -53,7 +52,7 @@ def norm_down(
     for m in matrices + [FloatMatrix("F32", 0, 0, 0)] * (MOST_MATRICES - len(matrices)):
         words += [pointer(m.address), pointer(m.y), i32(m.rows), i32(KINDS[m.format_name])]
     args = (pointer(x), pointer(y), pointer(a), pointer(w), pointer(normed), i32(C), f32(eps), *words,
-            i32(matrices[0].squeeze), pointer(ahead[0]), i32(ahead[1]), pointer(error), where,
+            i32(matrices[0].squeeze), pointer(error), where,
             where_squeeze)  # fmt: skip
     tiles = sum(-(-m.rows // MATRIX_ROWS) for m in matrices)
     return [launch(SOURCE, f"norm_down<{D // 256}>", (tiles, T), 256, *args)]

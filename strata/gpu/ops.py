@@ -10,7 +10,7 @@ from strata.base.program import Op
 from strata.gpu import gated_delta, hc_ops, ngram_mix, qsa_append, qsa_attend, qsa_select
 from strata.gpu import router as routers
 from strata.gpu.embed import embed, tables
-from strata.gpu.experts_op import lower_experts, multiply
+from strata.gpu.experts_op import begins_routing, lower_experts, multiply
 from strata.gpu.float_gemv import FloatMatrix, float_gemv
 from strata.gpu.gemv.mixed import KINDS, MOST_MATRICES, Part, mixed
 from strata.gpu.lower import Lowering
@@ -48,6 +48,8 @@ def _linear(c: Lowering, op: Op) -> None:
     if c.norm_before is not None:
         hc_ops.norm_with_product(c, op)
         return
+    if begins_routing(c, op):
+        c.hold()
     T, x = c.T * op.consts["rows"], op.buffers["x"]
     floats: list[FloatMatrix] = []
     matrices = [c.weights.matrix(op.buffers[f"w{i}"]) for i in range(op.consts["n"])]
@@ -106,10 +108,11 @@ def _gdn_heads(c: Lowering, op: Op) -> None:
     conv, c.convolution_before = c.convolution_before, None
     inputs = (c.at(conv, "qkv"), c.vector(conv, "w", transposed=True), c.slot(conv, "history"), k["taps"])
     y, width = op.buffers["y"], k["Hv"] * k["dv"]
-    fits = 32 in c.groups_of(y, width) and k["dv"] % 32 == 0  # a group of 256 would span heads
-    quantised = c.place_activations(y, width, 32, c.T) if fits else None
+    groups = sorted(c.groups_of(y, width) & set(gated_delta.quantises(c.T, k["Hv"], k["dv"])))
+    quantised = tuple(c.place_activations(y, width, group, c.T) for group in groups)
+    arrived = c.scratch("gdn.arrived", gated_delta.arrived_bytes(k["Hv"], k["dv"]))
     c.add(gated_delta.gdn_window(*inputs, *places, *shape, k["eps"], c.error, c.where(op), quantised,
-                                 c.ahead()))  # fmt: skip
+                                 arrived))  # fmt: skip
 
 
 def _gdn_commit(c: Lowering, op: Op) -> None:

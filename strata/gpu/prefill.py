@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from strata.base.errors import StrataError, need
 from strata.base.geometry import CELL_ROWS
-from strata.base.program import Allocation, Program
+from strata.base.program import Allocation, Op, Program
 from strata.gpu.chunk_lower import ChunkLowering
 from strata.gpu.chunk_memory import ChunkMemory
 from strata.gpu.chunk_plan import staging_bytes
 from strata.gpu.device import Device
-from strata.gpu.expert_stream import ExpertStream
+from strata.gpu.expert_stream import ExpertStream, Stage
 from strata.gpu.launch import Launch
 from strata.gpu.mailbox import inbox, outbox
 from strata.gpu.prefill_ops import CHUNK_LOWERING
@@ -27,16 +28,20 @@ from strata.gpu.qsa_wide import POSITION_ROWS
 from strata.gpu.weights import Weights
 from strata.pack.ngram import NgramTable
 
+LEAVE, ARRIVE, NGRAM_ROWS = range(3)
+"""What a mark asks for: a stage of experts is no longer needed, one is needed, the n-gram rows are."""
+
 
 @dataclass(frozen=True)
 class _Queue:
-    """Launches of a chunk. marks: (launch, stage of experts that must be there first), -1 for the n-gram rows. `head`
-    clears the error word, `tail` brings it to the host."""
+    """Launches of a chunk. marks: (launch, what the host does before it, stage of experts), sorted. `head` clears the
+    error word, `tail` brings it to the host."""
 
     lowering: ChunkLowering
     head: list[Launch]
     tail: list[Launch]
-    marks: list[tuple[int, int]]
+    stages: list[Stage]
+    marks: list[tuple[int, int, int]]
 
 
 class ChunkRows:
@@ -73,6 +78,8 @@ class Chunks:
     """Runs prefill chunks of one program. The backend binds the state, keeps the way back and checks the error word.
 
     most_rows  rows of the largest chunk        stream  brings experts that have no slot, or None
+    at         address of memory for the arena that is somebody else's; 0: of its own
+    borrow     called before a chunk: from then on this memory is free, until a window is run
     """
 
     def __init__(
@@ -85,11 +92,14 @@ class Chunks:
         host_out: np.ndarray,
         context: int,
         stream: ExpertStream | None = None,
+        at: int = 0,
     ):
+        self.borrow: Callable[[], None] | None = None
+        self._lent = at != 0
         self.program, self.arena, self.weights, self.device = program, arena, weights, device
         self.most_rows, self.context, self.stream = program.T, context, stream
-        self.host_out = host_out
-        arena.lie_at(device.alloc(arena.n_bytes))
+        self.host_out, self.table = host_out, CHUNK_LOWERING
+        arena.lie_at(at or device.alloc(arena.n_bytes))
         self._queues: dict[int, _Queue] = {}
         self.ngram_rows = None
         if ngram is not None:
@@ -97,11 +107,21 @@ class Chunks:
             self.ngram_rows = ChunkRows(ngram, staging.reshape(2, self.most_rows, -1))
         device.prepare(self.queue_of(self.most_rows).lowering.launches)  # nothing compiles after load
 
+    def lower_with(self, experts: Callable[[ChunkLowering, Op], None]) -> None:
+        """Lower experts ops by this function from now on."""
+        self.table = self.table | {"experts": experts}
+        self._queues.clear()
+        self.device.prepare(self.queue_of(self.most_rows).lowering.launches)
+
     def allocations(self, stream_bytes: int) -> list[Allocation]:
         """What chunks hold, by lines of a plan; stream_bytes: what their streams take beyond those of windows."""
         reason = f"chunks of up to {self.most_rows:,} rows"
-        ring = self.stream.n_bytes if self.stream is not None else 0
-        lines = [Allocation("prefill buffers", "vram", self.arena.n_bytes + ring + stream_bytes, reason)]
+        n_bytes = stream_bytes + (self.stream.list_bytes if self.stream is not None else 0)
+        if self._lent:
+            n_bytes = max(0, n_bytes)
+        else:
+            n_bytes += self.arena.n_bytes + (self.stream.ring_bytes if self.stream is not None else 0)
+        lines = [Allocation("prefill buffers", "vram", n_bytes, reason)]
         if self.ngram_rows is not None:
             n_bytes = staging_bytes(self.program)
             lines.append(Allocation("prefill staging", "ram", n_bytes, "pinned: n-gram rows of two chunks"))
@@ -111,14 +131,15 @@ class Chunks:
         """Launches of a chunk of T rows."""
         if T not in self._queues:
             low = ChunkLowering(self.program, self.arena, self.weights, self.context, T, self.stream)
-            low.run(CHUNK_LOWERING)
-            marks = [(index, i) for i, (index, _) in enumerate(low.stages)]
+            low.run(self.table)
+            marks = [(index, ARRIVE, i) for i, (index, _) in enumerate(low.stages)]
+            marks += [(index, LEAVE, i) for i, index in enumerate(low.ends)]
             wait = next((i for i, op in enumerate(self.program.ops) if op.kind == "ngram_wait"), None)
             if wait is not None:
-                marks.append((next(i for i, op in enumerate(low.op_of_launch) if op >= wait), -1))
+                marks.append((next(i for i, op in enumerate(low.op_of_launch) if op >= wait), NGRAM_ROWS, 0))
             head = inbox(self.host_out.ctypes.data, self.arena.error, 0, self.arena.error)
             tail = outbox(self.arena.error, self.host_out.ctypes.data, 8)
-            self._queues[T] = _Queue(low, head, tail, sorted(marks))
+            self._queues[T] = _Queue(low, head, tail, [stage for _, stage in low.stages], sorted(marks))
         return self._queues[T]
 
     def run(
@@ -129,12 +150,17 @@ class Chunks:
         Recurrent state advances; streams are left in `streams`, an error in the error word. following: tokens of the
         next chunk, whose n-gram rows are looked up meanwhile.
         """
-        queue = self._feed(tokens, position)
-        self._run(queue, tokens, previous, 0, len(queue.lowering.launches))
-        self.device.run(queue.tail)
+        lowering = self.queue(tokens, previous, position)
         if self.ngram_rows is not None and following is not None and len(following) <= self.most_rows:
             self.ngram_rows.ahead(following, (int(tokens[-1]), int(tokens[-2])))
         self.device.synchronize()
+        return lowering
+
+    def queue(self, tokens: np.ndarray, previous: tuple[int, int], position: int) -> ChunkLowering:
+        """Queue what `run` does, without waiting for its end."""
+        queue = self._feed(tokens, position)
+        self._run(queue, tokens, previous, 0, len(queue.lowering.launches))
+        self.device.run(queue.tail)
         return queue.lowering
 
     def run_timed(self, tokens: np.ndarray, previous: tuple[int, int], position: int) -> dict[str, float]:
@@ -154,15 +180,17 @@ class Chunks:
     def _run(self, queue: _Queue, tokens: np.ndarray, previous: tuple[int, int], first: int, end: int) -> None:
         """Queue launches first .. end - 1, and do the host's part at the marks before each of them."""
         launches = queue.lowering.launches
-        for index, mark in queue.marks:
+        for index, what, stage in queue.marks:
             if not first <= index < end:
                 continue
             self.device.run(launches[first:index])
             first = index
-            if mark < 0:
+            if what == NGRAM_ROWS:
                 self.device.upload(self.arena.address("ngram.rows"), self.ngram_rows.of(tokens, previous))
+            elif what == ARRIVE:
+                self.stream.arrive(stage)
             else:
-                self.stream.arrive(mark)
+                self.stream.leave(stage)
         self.device.run(launches[first:end])
 
     def _feed(self, tokens: np.ndarray, position: int) -> _Queue:
@@ -173,8 +201,10 @@ class Chunks:
         need(position + T <= self.context, "a prefill chunk ends beyond the context", found=position + T,
              needed=f"at most {self.context}")  # fmt: skip
         queue, upload, at = self.queue_of(T), self.device.upload, self.arena.address
+        if self.borrow is not None:
+            self.borrow()
         if self.stream is not None:
-            self.stream.begin([stage for _, stage in queue.lowering.stages])
+            self.stream.begin(queue.stages)
         upload(at("tokens"), np.ascontiguousarray(tokens, np.int32))
         upload(at("pos"), np.arange(position, position + T, POSITION_ROWS, dtype=np.int64))
         upload(at("rows"), np.array([T], np.int64))

@@ -41,6 +41,8 @@ class DraftChunks:
         Returns what was run, part by part; the error word is that of the last part, or of the first that failed.
         """
         c, done = self.chunks, []
+        if c.borrow is not None:
+            c.borrow()
         for first in range(0, len(tokens), self.program.T):
             part = np.ascontiguousarray(tokens[first : first + self.program.T], np.int32)
             self.arena.elsewhere["mtp.x"] = self._streams + (first_row + first) * self._row_bytes

@@ -1,11 +1,40 @@
 // Sparse attention, first part: norms and rotation of q and k, append of K and V; indexer queries, pooled keys, raw keys.
 // One warp a head. Shared memory: a row of `dh` (or `dim`) floats for every warp.
+#include "early.cuh"
 #include "kv_cells.cuh"
 
 #define WARPS 4
+#define AT_ONCE 4  // raw keys of a block that are loaded together, and values of each
+
+// norm_rotate of N values of which 64 are rotated: all of a lane's are loaded at once.
+template <int N>
+DEVICE bool norm_rotate_64(const float *x, const float *w, float *out, float eps, const float *angles) {
+    int lane = threadIdx.x & 31;
+    float value[N / 32], weight[N / 32], v[8];
+#pragma unroll
+    for (int j = 0; j < N / 32; j++) value[j] = x[32 * j + lane], weight[j] = w[32 * j + lane];
+    float c = angles[lane], s = angles[32 + lane];
+#pragma unroll
+    for (int j = 0; j < 8; j++) v[j] = j < N / 32 ? fma32(value[j], value[j], 0.f) : 0.f;
+    float r = inverse_rms(warp_tree256(v), N, eps);
+    bool fine = true;
+#pragma unroll
+    for (int j = 0; j < N / 32; j++) value[j] = mul32(mul32(value[j], r), weight[j]);
+    float low = value[0], high = value[1];
+    value[0] = sub32(mul32(low, c), mul32(high, s)), value[1] = add32(mul32(high, c), mul32(low, s));
+#pragma unroll
+    for (int j = 0; j < N / 32; j++) {
+        out[32 * j + lane] = value[j];
+        fine = fine && finite32(value[j]);
+    }
+    __syncwarp();
+    return warp_all(fine);
+}
 
 // out = rotate(rms(x) w), by one warp; out may be x, or shared memory. Returns whether all of it is finite, in every lane.
 DEVICE bool norm_rotate(const float *x, const float *w, float *out, int n, float eps, const float *angles, int rotary) {
+    if (rotary == 64 && n == 256) return norm_rotate_64<256>(x, w, out, eps, angles);
+    if (rotary == 64 && n == 128) return norm_rotate_64<128>(x, w, out, eps, angles);
     auto value = [&](int i) { return x[i]; };
     float r = inverse_rms(warp_dot(n, lanes_of(n, 256), value, value), n, eps);
     int lane = threadIdx.x & 31, half = rotary / 2;
@@ -28,12 +57,15 @@ DEVICE bool norm_rotate(const float *x, const float *w, float *out, int n, float
 }
 
 // Heads of a row: H of q, then Hkv of k, then Hkv of v. q_gate (T, H, 2, dh), k and v (T, Hkv, dh), q_out (T, H, dh).
-KERNEL(128) qsa_append(const float *q_gate, const float *k_in, const float *v_in, const float *q_norm, const float *k_norm,
+STARTS_EARLY KERNEL(128) qsa_append(const float *q_gate, const float *k_in, const float *v_in, const float *q_norm, const float *k_norm,
                        float *q_out, const i64 *pos, const float *rope, void *const *k_slot, u16 *const *k_scales_slot,
                        void *const *v_slot, u16 *const *v_scales_slot, int H, int Hkv, int dh, int rotary, float eps,
                        u64 *error, u64 where) {
     DYNAMIC_SHARED(bytes);
+    let_next_start();
     int warp = threadIdx.x >> 5, head = blockIdx.x * WARPS + warp, t = blockIdx.y;
+    bring_early(head < H ? q_norm : k_norm, 4 * dh, threadIdx.x & 31, 32);
+    wait_for_inputs();
     if (head >= H + 2 * Hkv) return;
     float *row = (float *)bytes + warp * dh;
     i64 position = *pos + t;
@@ -56,11 +88,14 @@ KERNEL(128) qsa_append(const float *q_gate, const float *k_in, const float *v_in
 
 // Warps of a row: one a head of iq (in place), one for the pooled key of a block that ends here, one for the raw key,
 // which goes into the ring if `keep_raw` (T is then small enough that no row's ring entry is one that another reads).
-KERNEL(128) qsa_index(float *iq, const float *ik, const float *q_norm, const float *k_norm, float *const *keys_slot,
+STARTS_EARLY KERNEL(128) qsa_index(float *iq, const float *ik, const float *q_norm, const float *k_norm, float *const *keys_slot,
                       float *const *ring_slot, const i64 *pos, const float *rope, int heads, int dim, int block,
                       int ring_rows, int rotary, float eps, int keep_raw, u64 *error, u64 where) {
     DYNAMIC_SHARED(bytes);
+    let_next_start();
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, task = blockIdx.x * WARPS + warp, t = blockIdx.y;
+    bring_early(task < heads ? q_norm : k_norm, 4 * dim, lane, 32);
+    wait_for_inputs();
     if (task >= heads + 2) return;
     float *mean = (float *)bytes + warp * dim, *ring = *ring_slot;
     i64 first = *pos, position = first + t;
@@ -69,21 +104,44 @@ KERNEL(128) qsa_index(float *iq, const float *ik, const float *q_norm, const flo
         float *q = iq + ((size_t)t * heads + task) * dim;
         fine = norm_rotate(q, q_norm, q, dim, eps, rope + position * rotary, rotary);
     } else if (task == heads) {
-        if ((position + 1) % block) return;
+        if (((int)position + 1) % block) return;
         i64 start = position + 1 - block;
-        for (int i = lane; i < dim; i += 32) {
-            float sum = 0.f;
-            for (i64 cell = start; cell <= position; cell++)
-                sum = add32(sum, cell >= first ? ik[(size_t)(cell - first) * dim + i] : ring[(size_t)(cell % ring_rows) * dim + i]);
-            mean[i] = div32(sum, i32_f32(block));
+        for (int base = lane; base < dim; base += 32 * AT_ONCE) {
+            float sum[AT_ONCE];
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) sum[j] = 0.f;
+            for (i64 from = start; from <= position; from += AT_ONCE) {
+                float key[AT_ONCE][AT_ONCE];
+#pragma unroll
+                for (int k = 0; k < AT_ONCE; k++) {
+                    i64 cell = from + k <= position ? from + k : position;
+                    const float *x = ring + (size_t)((int)cell % ring_rows) * dim;
+                    if (cell >= first) x = ik + (size_t)(cell - first) * dim;
+#pragma unroll
+                    for (int j = 0; j < AT_ONCE; j++) key[k][j] = base + 32 * j < dim ? x[base + 32 * j] : 0.f;
+                }
+#pragma unroll
+                for (int k = 0; k < AT_ONCE; k++)
+#pragma unroll
+                    for (int j = 0; j < AT_ONCE; j++) sum[j] = from + k <= position ? add32(sum[j], key[k][j]) : sum[j];
+            }
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++)
+                if (base + 32 * j < dim) mean[base + 32 * j] = div32(sum[j], i32_f32(block));
         }
         __syncwarp();
-        fine = norm_rotate(mean, k_norm, *keys_slot + (size_t)(start / block) * dim, dim, eps, rope + start * rotary, rotary);
+        fine = norm_rotate(mean, k_norm, *keys_slot + (size_t)((int)start / block) * dim, dim, eps, rope + start * rotary, rotary);
     } else {
-        for (int i = lane; i < dim; i += 32) {
-            float x = ik[(size_t)t * dim + i];
-            fine = fine && finite32(x);
-            if (keep_raw) ring[(size_t)(position % ring_rows) * dim + i] = x;
+        float *entry = ring + (size_t)((int)position % ring_rows) * dim;
+        for (int base = lane; base < dim; base += 32 * AT_ONCE) {
+            float x[AT_ONCE];
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) x[j] = base + 32 * j < dim ? ik[(size_t)t * dim + base + 32 * j] : 0.f;
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) {
+                fine = fine && finite32(x[j]);
+                if (keep_raw && base + 32 * j < dim) entry[base + 32 * j] = x[j];
+            }
         }
         fine = warp_all(fine);
     }

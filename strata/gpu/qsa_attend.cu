@@ -1,42 +1,12 @@
 // Sparse attention, third part: softmax over the listed cells of each row, in tiles of 64 entries; tiles are computed by
 // blocks of their own and merged in order, so bits do not depend on the grid.
+#include "early.cuh"
 #include "kv_cells.cuh"
+#include "qsa_list.cuh"
 #include "quantise.cuh"
 
 #define TILE 64
 #define THREADS 256
-
-struct List {  // the cells of one row, ascending
-    const int *blocks;
-    int n_blocks, block, entries;
-    i64 tail;
-    DEVICE i64 cell(int e) const {
-        if (block == 0) return tail + e;
-        if (e < n_blocks * block) return (i64)blocks[e / block] * block + e % block;
-        return tail + e - n_blocks * block;
-    }
-};
-
-// block > 0: chosen blocks, then the incomplete tail. block 0: the last `budget` cells (0: all), from *first on.
-DEVICE List list_of(i64 n, const int *blocks, int block, int budget, const i64 *first) {
-    List l;
-    l.blocks = blocks;
-    l.block = block;
-    l.n_blocks = 0;
-    if (block == 0) {
-        l.tail = budget > 0 && n > budget ? n - budget : 0;
-        if (first) {
-            i64 least = *first < n - 1 ? *first : n - 1;
-            l.tail = least > l.tail ? least : l.tail;
-        }
-        l.entries = (int)(n - l.tail);
-    } else {
-        l.n_blocks = n / block < budget ? (int)(n / block) : budget;
-        l.tail = n / block * block;
-        l.entries = l.n_blocks * block + (int)(n - l.tail);
-    }
-    return l;
-}
 
 // Entries that a warp scores at once beside G heads, and the power of two that holds their sums.
 template <int G>
@@ -46,9 +16,9 @@ struct Scored {
 };
 
 // Grid: (tiles, KV head * splits, row). A block serves up to G query heads of one KV head. parts: per (row, query head,
-// tile) dh values of o, then m, then l. Shared: G queries, G x 64 scores. Threads beyond dh idle in the last phase.
+// tile) dh values of o; behind them m and l of each. Shared: G queries, G x 64 scores. Threads beyond dh idle in the last phase.
 template <int G>
-KERNEL(THREADS) qsa_tiles(const float *q, const i64 *pos, const void *const *k_slot, const u16 *const *k_scales_slot,
+STARTS_EARLY KERNEL(THREADS) qsa_tiles(const float *q, const i64 *pos, const void *const *k_slot, const u16 *const *k_scales_slot,
                           const void *const *v_slot, const u16 *const *v_scales_slot, const int *blocks, const i64 *first,
                           float *parts, int H, int Hkv, int dh, int block, int budget, int splits, int most_tiles,
                           float scale, u64 *error, u64 where) {
@@ -58,6 +28,8 @@ KERNEL(THREADS) qsa_tiles(const float *q, const i64 *pos, const void *const *k_s
     float *query = (float *)bytes, *p = query + G * dh;
     int row = blockIdx.z, kv = blockIdx.y / splits, split = blockIdx.y % splits, group = H / Hkv;
     int low = split * group / splits, heads = (split + 1) * group / splits - low, head0 = kv * group + low;
+    let_next_start();
+    wait_for_inputs();
     List list = list_of(*pos + row + 1, blocks + (size_t)row * budget, block, budget, first);
     int t = threadIdx.x, lane = t & 31, warp = t >> 5, base = blockIdx.x * TILE;
     if (base >= list.entries) return;
@@ -97,7 +69,7 @@ KERNEL(THREADS) qsa_tiles(const float *q, const i64 *pos, const void *const *k_s
     }
     if (!fine) report(error, where, NOT_FINITE, row);
     __syncthreads();
-    size_t stride = dh + 2;
+    float *stats = parts + (size_t)gridDim.z * H * most_tiles * dh;
     for (int h = warp; h < heads; h += THREADS / 32) {
         float a = lane < width ? p[h * TILE + lane] : 0.f, b = lane + 32 < width ? p[h * TILE + lane + 32] : 0.f;
         float top = p[h * TILE];
@@ -111,9 +83,9 @@ KERNEL(THREADS) qsa_tiles(const float *q, const i64 *pos, const void *const *k_s
         p[h * TILE + lane + 32] = b;
         float l = warp_tree(add32(a, b));
         if (lane == 0) {
-            float *part = parts + (((size_t)row * H + head0 + h) * most_tiles + blockIdx.x) * stride + dh;
-            part[0] = top;
-            part[1] = l;
+            float *at = stats + 2 * (((size_t)row * H + head0 + h) * most_tiles + blockIdx.x);
+            at[0] = top;
+            at[1] = l;
         }
     }
     __syncthreads();
@@ -129,32 +101,47 @@ KERNEL(THREADS) qsa_tiles(const float *q, const i64 *pos, const void *const *k_s
         }
 #pragma unroll
         for (int h = 0; h < G; h++)
-            if (h < heads) parts[(((size_t)row * H + head0 + h) * most_tiles + blockIdx.x) * stride + i] = o[h];
+            if (h < heads) parts[(((size_t)row * H + head0 + h) * most_tiles + blockIdx.x) * dh + i] = o[h];
     }
 }
 
 // Grid: (query head, row). Merges a row's tiles in order and applies the gate. q_gate (T, H, 2, dh), y (T, H, dh), which
 // is quantised too where codes are given: groups of 32 if dh is in whole ones, of 256 likewise.
 //
-// How a tile changes what was merged before depends on maxima alone: a warp finds those factors for 32 tiles at once,
-// and every thread then adds its value up in order.
-KERNEL(THREADS) qsa_merge(const float *parts, const float *q_gate, float *y, const i64 *pos, const i64 *first, int H,
-                          int dh, int block, int budget, int most_tiles, i8 *codes32, float *scales32, int *sums32,
-                          i8 *codes256, float *scales256, int *sums256, u64 *error, u64 where) {
-    __shared__ float old[32], fresh[32], sum[32];
+// How a tile changes what was merged before depends on maxima alone: a warp finds those factors for AT_ONCE tiles, whose
+// values are on their way meanwhile, and every thread then adds its value up in order. All is asked for before it is
+// known how many tiles there are: the scratch holds most_tiles of them.
+#define AT_ONCE 32
+
+STARTS_EARLY KERNEL(THREADS) qsa_merge(const float *parts, const float *q_gate, float *y, const i64 *pos, const i64 *first,
+                                       int H, int dh, int block, int budget, int most_tiles, i8 *codes32, float *scales32,
+                                       int *sums32, i8 *codes256, float *scales256, int *sums256, u64 *error, u64 where) {
+    __shared__ float4 factors[AT_ONCE];  // of what was merged before, of the tile; the tile's sum
     int head = blockIdx.x, row = blockIdx.y, t = threadIdx.x, lane = t & 31;
-    List list = list_of(*pos + row + 1, nullptr, block, budget, first);
-    int tiles = (list.entries + TILE - 1) / TILE;
-    size_t at = (size_t)row * H + head, stride = dh + 2;
-    const float *part = parts + at * most_tiles * stride;
+    size_t at = (size_t)row * H + head;
+    const float *part = parts + at * most_tiles * dh;
+    const float2 *stats = (const float2 *)(parts + (size_t)gridDim.y * H * most_tiles * dh) + at * most_tiles;
     bool fine = true;
+    let_next_start();
+    wait_for_inputs();
+    i64 seen = *pos + row + 1;
     for (int from = 0; from < dh; from += THREADS) {
-        int i = from + t;
-        float o = i < dh ? part[i] : 0.f, l = part[dh + 1], top = part[dh];
-        for (int k0 = 1; k0 < tiles; k0 += 32) {
-            int n = tiles - k0 < 32 ? tiles - k0 : 32;
+        int i = from + t, tiles = 0;
+        float2 merged = stats[0];
+        float o = 0.f, gate = 0.f;
+        for (int k0 = 1; k0 == 1 || k0 < tiles; k0 += AT_ONCE) {
+            float2 stat = make_float2(0.f, 0.f);
+            if (t < 32 && k0 + lane < most_tiles) stat = stats[k0 + lane];
+            if (k0 == 1 && i < dh) o = part[i], gate = q_gate[(at * 2 + 1) * dh + i];
+            float value[AT_ONCE];
+            const float *next = part + (size_t)k0 * dh + i;
+            int there = i < dh ? most_tiles - k0 : 0;
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; k++, next += dh) value[k] = k < there ? *next : 0.f;
+            if (k0 == 1) tiles = (list_of(seen, nullptr, block, budget, first).entries + TILE - 1) / TILE;
+            int n = tiles - k0 < AT_ONCE ? tiles - k0 : AT_ONCE;
             if (t < 32) {
-                float mine = lane < n ? part[(k0 + lane) * stride + dh] : top, m = mine;
+                float top = merged.x, mine = lane < n ? stat.x : top, m = mine;
 #pragma unroll
                 for (int d = 1; d < 32; d <<= 1) {
                     float other = __shfl_up_sync(ALL_LANES, m, d);
@@ -162,24 +149,31 @@ KERNEL(THREADS) qsa_merge(const float *parts, const float *q_gate, float *y, con
                 }
                 m = larger(top, m);
                 float before = __shfl_up_sync(ALL_LANES, m, 1);
-                old[lane] = exp32(sub32(lane ? before : top, m));
-                fresh[lane] = exp32(sub32(mine, m));
-                sum[lane] = lane < n ? part[(k0 + lane) * stride + dh + 1] : 0.f;
-                top = __shfl_sync(ALL_LANES, m, 31);
+                factors[lane] = float4{exp32(sub32(lane ? before : top, m)), exp32(sub32(mine, m)), stat.y, 0.f};
+                merged.x = __shfl_sync(ALL_LANES, m, 31);
             }
             __syncthreads();
-#pragma unroll 8
-            for (int k = 0; k < n; k++) {
-                float value = i < dh ? part[(k0 + k) * stride + i] : 0.f;
-                l = fma32(sum[k], fresh[k], mul32(l, old[k]));
-                o = fma32(value, fresh[k], mul32(o, old[k]));
+            if (n == AT_ONCE) {
+#pragma unroll
+                for (int k = 0; k < AT_ONCE; k++) {
+                    float4 f = factors[k];
+                    merged.y = fma32(f.z, f.y, mul32(merged.y, f.x));
+                    o = fma32(value[k], f.y, mul32(o, f.x));
+                }
+            } else {
+#pragma unroll
+                for (int k = 0; k < AT_ONCE; k++) {
+                    float4 f = factors[k];
+                    float l_then = fma32(f.z, f.y, mul32(merged.y, f.x)), o_then = fma32(value[k], f.y, mul32(o, f.x));
+                    merged.y = k < n ? l_then : merged.y;
+                    o = k < n ? o_then : o;
+                }
             }
             __syncthreads();
         }
         float out = 0.f;
         if (i < dh) {
-            float gate = q_gate[(at * 2 + 1) * dh + i];
-            out = mul32(div32(o, l), sigmoid32(gate));
+            out = mul32(div32(o, merged.y), sigmoid32(gate));
             y[at * dh + i] = out;
             // An infinite gate would end as a finite sigmoid.
             fine = fine && finite32(out) && finite32(gate);

@@ -16,6 +16,9 @@ BLOCKS_WANTED = 256
 """Groups of heads are split further, down to single heads, until a launch has that many blocks."""
 
 SOURCE = Source("qsa_attend.cu", (*(f"qsa_tiles<{g}>" for g in HEADS_A_BLOCK), "qsa_merge"))
+FULL = Source("qsa_tiles.cu", tuple(f"qsa_tiles_256<{g}, {b}>" for g in HEADS_A_BLOCK for b in ("false", "true")))
+FULL_HEAD = 256
+"""Values of a head that have tiles of their own."""
 TILE, THREADS = 64, 256
 ROWS_A_PIECE = 8
 """Rows of one launch; a chunk takes several, so that its scratch stays that of a window."""
@@ -61,9 +64,12 @@ def qsa_attend(
 def attend_rows(
     q: int, q_gate: int, y: int, position: int, cells: KvSlots, blocks: int, first: int, parts: int, rows: int, H: int,
     Hkv: int, dh: int, block: int, budget: int, context: int, error: int, where: np.uint64,
-    *, quantised: tuple[Activations, ...] = (),
+    *, quantised: tuple[Activations, ...] = (), full: bool = True,
 ) -> list[Launch]:  # fmt: skip
-    """qsa_attend of one piece of `rows` rows from the int64 at `position` on; parts: scratch for that many rows."""
+    """qsa_attend of one piece of `rows` rows from the int64 at `position` on; parts: scratch for that many rows.
+
+    Without `full`, heads of 256 values take the tiles of any other size: the same bits.
+    """
     need(H % Hkv == 0, "query heads do not divide among KV heads", found=f"{H}, {Hkv}")
     group = H // Hkv
     tiles, scale = most_tiles(context, block, budget), np.float32(1) / np.sqrt(np.float32(dh))
@@ -72,12 +78,16 @@ def attend_rows(
         splits += 1
     heads = next(g for g in HEADS_A_BLOCK if g >= -(-group // splits))
     args = (pointer(q), pointer(position), pointer(cells.k), pointer(cells.k_scales), pointer(cells.v),
-            pointer(cells.v_scales), pointer(blocks), pointer(first), pointer(parts), i32(H), i32(Hkv), i32(dh),
-            i32(block), i32(budget), i32(splits), i32(tiles), scale, pointer(error), where)  # fmt: skip
-    grid = (tiles, Hkv * splits, rows)
+            pointer(cells.v_scales), pointer(blocks), pointer(first), pointer(parts), i32(H), i32(Hkv))  # fmt: skip
+    rest = (i32(block), i32(budget), i32(splits), i32(tiles), scale, pointer(error), where)
+    grid, queries_bytes = (tiles, Hkv * splits, rows), 4 * heads * (dh + TILE)
+    if full and dh == FULL_HEAD:
+        int8 = cells.k_scales != 0
+        kernel = f"qsa_tiles_256<{heads}, {'true' if int8 else 'false'}>"
+        values_bytes = TILE * (2 * dh + (8 if int8 else 0))
+        scored = launch(FULL, kernel, grid, THREADS, *args, *rest, shared_bytes=values_bytes + queries_bytes)
+    else:
+        scored = launch(SOURCE, f"qsa_tiles<{heads}>", grid, THREADS, *args, i32(dh), *rest, shared_bytes=queries_bytes)
     merge = (pointer(parts), pointer(q_gate), pointer(y), pointer(position), pointer(first), i32(H), i32(dh),
              i32(block), i32(budget), i32(tiles), *places_of(quantised), pointer(error), where)  # fmt: skip
-    return [
-        launch(SOURCE, f"qsa_tiles<{heads}>", grid, THREADS, *args, shared_bytes=4 * heads * (dh + TILE)),
-        launch(SOURCE, "qsa_merge", (H, rows), THREADS, *merge),
-    ]
+    return [scored, launch(SOURCE, "qsa_merge", (H, rows), THREADS, *merge)]

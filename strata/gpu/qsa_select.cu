@@ -1,204 +1,272 @@
-// Sparse attention, second part: scores of complete blocks and the exact best of them.
+// Sparse attention, second part: the exact best of the block scores.
 //
 // Scores are not negative, so their bits rank like their values; bits of a score that is not finite are ranked all the
 // same, so the chosen blocks are valid whatever came before.
+#include "early.cuh"
 #include "sums.cuh"
 
-#define SCORE_THREADS 256
-#define SELECT_THREADS 1024
-#define SLICE 128    // values of a key that a warp holds at once
-#define LISTED 2048  // scores that are looked at closely
+#define THREADS 1024
+#define CHUNK 1024   // neighbouring scores of a warp: 32 of each lane
+#define LISTED 4096  // scores that are looked at closely
+#define EACH (LISTED / THREADS)
 
-// scores (T, most): a warp takes KEYS blocks of cells, grid-stride over those that the last row sees. For each, N pairs of
-// row and head are summed together, a group of N / heads rows after the other. Shared: the queries of all rows.
-template <int KEYS, int N>
-KERNEL(SCORE_THREADS) qsa_scores(const float *iq, float *const *keys_slot, const i64 *pos, float *scores, int T,
-                                 int heads, int dim, int block, int budget, int most, u64 *error, u64 where) {
-    DYNAMIC_SHARED(bytes);
-    float *q = (float *)bytes;
-    int lane = threadIdx.x & 31, rows = N / heads;
-    i64 start = *pos;
-    const float *keys = *keys_slot;
-    int n_last = (int)((start + T) / block);
-    if (n_last <= budget) return;  // all are taken
-    for (int i = threadIdx.x; i < T * heads * dim; i += SCORE_THREADS) q[i] = iq[i];
-    __syncthreads();
-    u32 bad = 0;  // bit of a row
-    int warps = gridDim.x * (SCORE_THREADS / 32), mine_key = lane / rows, mine_row = lane % rows;
-    for (int b = KEYS * ((blockIdx.x * SCORE_THREADS + threadIdx.x) >> 5); b < n_last; b += KEYS * warps) {
-        for (int row0 = 0; row0 < T; row0 += rows) {
-            float sums[KEYS * N];
+#if !defined(STRATA_ON_CPU) && __CUDA_ARCH__ >= 800
+DEVICE u32 warp_largest(u32 v) { return __reduce_max_sync(ALL_LANES, v); }
+DEVICE u32 warp_sum(u32 v) { return __reduce_add_sync(ALL_LANES, v); }
+#else
+DEVICE u32 warp_largest(u32 v) {
 #pragma unroll
-            for (int i = 0; i < KEYS * N; i++) sums[i] = 0.f;
-            for (int from = 0; from < dim; from += SLICE) {
-                float key[KEYS][SLICE / 32];
-#pragma unroll
-                for (int k = 0; k < KEYS; k++)
-#pragma unroll
-                    for (int j = 0; j < SLICE / 32; j++) {
-                        int i = from + 32 * j + lane;
-                        key[k][j] = i < dim && b + k < n_last ? keys[(size_t)(b + k) * dim + i] : 0.f;
-                    }
-#pragma unroll
-                for (int p = 0; p < N; p++) {
-                    int pair = row0 * heads + p < T * heads ? row0 * heads + p : 0;
-#pragma unroll
-                    for (int j = 0; j < SLICE / 32; j++) {
-                        int i = from + 32 * j + lane;
-                        if (i >= dim) continue;
-                        float value = q[pair * dim + i];
-#pragma unroll
-                        for (int k = 0; k < KEYS; k++) sums[k * N + p] = fma32(value, key[k][j], sums[k * N + p]);
-                    }
-                }
-            }
-            float all = packed_tree<KEYS * N>(sums), total = 0.f;
-            for (int h = 0; h < heads; h++) {
-                int pair = (mine_key * N + mine_row * heads + h) & (KEYS * N - 1);
-                float s = __shfl_sync(ALL_LANES, all, lane_of_pair<KEYS * N>(pair));
-                total = total != total ? total : s != s ? s : add32(total, s > 0.f ? s : 0.f);
-            }
-            int row = row0 + mine_row;
-            if (mine_key < KEYS && row < T && b + mine_key < (int)((start + row + 1) / block)) {
-                scores[(size_t)row * most + b + mine_key] = total;
-                if (!finite32(total)) bad |= 1u << row;
-            }
-        }
+    for (int half = 16; half; half >>= 1) {
+        u32 other = __shfl_xor_sync(ALL_LANES, v, half);
+        v = other > v ? other : v;
     }
-    for (int row = 0; bad; row++, bad >>= 1)
-        if ((bad & 1) && (int)((start + row + 1) / block) > budget) report(error, where, NOT_FINITE, row);
+    return v;
+}
+DEVICE u32 warp_sum(u32 v) { return (u32)warp_count((int)v); }
+#endif
+
+// Sum of v over the lanes up to this one.
+DEVICE u32 sum_to_lane(u32 v) {
+    int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int d = 1; d < 32; d <<= 1) {
+        u32 other = __shfl_up_sync(ALL_LANES, v, d);
+        if (lane >= d) v += other;
+    }
+    return v;
 }
 
-// Scores that a thread looks at: EACH of them in registers, those of longer rows in memory.
-template <int EACH>
-struct Scores {
-    const float *s;  // a warp owns neighbouring scores, in rounds of 32: their order is that of (warp, round, lane)
-    int rounds, first, inside;
-    u32 kept[EACH];
+// Where a warp finds its scores: the first chunk is kept in registers, others are loaded. The key of a score are its bits;
+// a key of 0 is no score, or one of 0 that need not be told from none. With COUNTED it has 1 more, and 0 is none.
+enum Keys { KEPT, LOADED, COUNTED };
 
-    DEVICE u32 bits(int i) const { return 32 * i < inside ? bits_of(s[first + 32 * i]) & 0x7fffffffu : 0u; }
-    template <class Visit>
-    DEVICE void each(Visit visit) const {
+// The scores of a warp: `share` neighbouring ones from `first` on, in chunks. Of a chunk, lane l loads scores 128 i + 4 l ..
+// for i < 8; those of the first chunk stay in registers.
+struct Scores {
+    const float *s;
+    int first, end, chunks;
+    u32 kept[CHUNK / 32];
+
+    template <Keys KEYS>
+    DEVICE void load(int chunk, int i, u32 (&keys)[4]) const {
+        int at = first + CHUNK * chunk + 128 * i + 4 * (threadIdx.x & 31);
+        float4 v = {0.f, 0.f, 0.f, 0.f};
+        if (at < end) v = *(const float4 *)(s + at);
+        float x[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-        for (int i = 0; i < EACH; i++)
-            if (i < rounds) visit(i, kept[i]);
-#pragma unroll 1
-        for (int i = EACH; i < rounds; i++) visit(i, bits(i));
+        for (int j = 0; j < 4; j++) {
+            u32 key = KEYS == COUNTED ? (bits_of(x[j]) & 0x7fffffffu) + 1 : bits_of(x[j]);
+            keys[j] = at + j < end ? key : 0;
+        }
+    }
+    DEVICE void keep() {
+        int at = first + 4 * (threadIdx.x & 31);
+#pragma unroll
+        for (int i = 0; i < CHUNK / 128; i++) {
+            float4 v = {0.f, 0.f, 0.f, 0.f};
+            if (at + 128 * i < end) v = *(const float4 *)(s + at + 128 * i);
+            kept[4 * i] = bits_of(v.x), kept[4 * i + 1] = bits_of(v.y);
+            kept[4 * i + 2] = bits_of(v.z), kept[4 * i + 3] = bits_of(v.w);
+        }
+        if ((end & 3) == 0) return;  // for all warps but the last
+#pragma unroll
+        for (int i = 0; i < CHUNK / 128; i++)
+#pragma unroll
+            for (int j = 1; j < 4; j++)
+                if (at + 128 * i + j >= end) kept[4 * i + j] = 0;
+    }
+    // visit(bit, key) for the scores that this lane loads of a chunk.
+    template <Keys KEYS, class Visit>
+    DEVICE void each(int chunk, Visit visit) const {
+        if (KEYS == KEPT) {
+#pragma unroll
+            for (int bit = 0; bit < CHUNK / 32; bit++) visit(bit, kept[bit]);
+            return;
+        }
+#pragma unroll(KEYS == LOADED ? 3 : 1)
+        for (int i = 0; i < CHUNK / 128; i++) {
+            u32 keys[4];
+            load<KEYS>(chunk, i, keys);
+#pragma unroll
+            for (int j = 0; j < 4; j++) visit(4 * i + j, keys[j]);
+        }
+    }
+    // Which of scores 32 l .. 32 l + 31 of a chunk hold: from bits of those that each lane loads.
+    DEVICE static u32 in_order(u32 mine) {
+        int lane = threadIdx.x & 31;
+        u32 word = 0;
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+            u32 other = __shfl_sync(ALL_LANES, mine, 8 * (lane & 3) + k);
+            word |= (other >> (4 * (lane >> 2)) & 15) << (4 * k);
+        }
+        return word;
+    }
+    // Scores that reach the edge, of the 32 of a chunk that are this lane's in order.
+    template <Keys KEYS>
+    DEVICE u32 reaching(int chunk, u32 edge) const {
+        u32 mine = 0;
+        each<KEYS>(chunk, [&](int bit, u32 key) { mine |= (u32)(key >= edge) << bit; });
+        return in_order(mine);
     }
 };
 
-// Number of threads before this one for which `mine` holds, and of all. warps: 32 ints of shared memory.
-DEVICE int count_before(bool mine, int *warps, int &all) {
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, before = 0;
-    u32 votes = __ballot_sync(ALL_LANES, mine);
+// Sum of v over all threads, and in `before` over those before this one. sums: 32 words that nobody reads any more.
+DEVICE u32 sum_before(u32 v, u32 *sums, u32 &before) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    u32 to_lane = sum_to_lane(v);
+    if (lane == 31) sums[warp] = to_lane;
     __syncthreads();
-    if (lane == 0) warps[warp] = __popc(votes);
-    __syncthreads();
-    int v = warps[lane];
-    all = warp_count(v);
-    before = warp_count(lane < warp ? v : 0);
-    return before + __popc(votes & ((1u << lane) - 1));
+    u32 other = sums[lane];
+    before = warp_sum(lane < warp ? other : 0) + to_lane - v;
+    return warp_sum(other);
 }
 
-// blocks (T, budget) int32, ascending: the `budget` best, of equal ones at the edge the lowest. One block a row.
+// Counts of two kinds in one word: taken without question, and at the edge.
+#define EDGE_BITS 21
+#define ABOVE (1u << EDGE_BITS)
+
+// A score takes its place in the output: behind those before it, of which all above the edge were taken and the first
+// `want` at the edge. Returns the counts for the next one.
+DEVICE u32 take(int id, bool above, int want, u32 before, int *out) {
+    int at_edge = (int)(before & (ABOVE - 1)), place = (int)(before >> EDGE_BITS) + (at_edge < want ? at_edge : want);
+    if (above || at_edge < want) out[place] = id;
+    return before + (above ? ABOVE : 1);
+}
+
+// The keys from lo to hi, of which the `want` largest are looked for; there are `count` of them.
+struct Range {
+    u32 lo, hi;
+    int want, count;
+};
+
+// Cuts the range into up to 1024 equal parts and keeps the one with the want-th largest of the block's N keys a thread;
+// larger ones do not count any more. bins: zeros, and zeros again. At least `want` keys lie in the range.
+template <int N>
+DEVICE void narrow(Range &r, const u32 (&keys)[N], int *bins, u32 *sums, int *found) {
+    int t = threadIdx.x, shift = r.hi - r.lo < 1024 ? 0 : 22 - __clz((int)(r.hi - r.lo));
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        if (keys[i] >= r.lo && keys[i] <= r.hi) atomicAdd(&bins[(keys[i] - r.lo) >> shift], 1);
+    __syncthreads();
+    int bin = THREADS - 1 - t, mine = bins[bin];
+    u32 before;
+    bins[bin] = 0;
+    sum_before((u32)mine, sums, before);
+    if ((int)before < r.want && (int)before + mine >= r.want) found[0] = bin, found[1] = (int)before, found[2] = mine;
+    __syncthreads();
+    r.lo += (u32)found[0] << shift;
+    u32 rest = (1u << shift) - 1;
+    r.hi = rest < r.hi - r.lo ? r.lo + rest : r.hi;
+    r.want -= found[1];
+    r.count = found[2];
+}
+
+// The best of all scores, without a list: the edge bit by bit.
+DEVICE void take_from_all(const Scores &mine, int budget, u32 *sums, u32 *more_sums, int *out) {
+    int lane = threadIdx.x & 31;
+    u32 edge = 0, counts = 0, before;
+#pragma unroll 1
+    for (int bit = 31; bit >= 0; bit--) {
+        u32 trial = edge | 1u << bit;
+        int some = 0;
+#pragma unroll 1
+        for (int c = 0; c < mine.chunks; c++) mine.each<COUNTED>(c, [&](int, u32 key) { some += key >= trial; });
+        if (block_count(some, (int *)sums) >= budget) edge = trial;
+    }
+#pragma unroll 1
+    for (int c = 0; c < mine.chunks; c++)
+        mine.each<COUNTED>(c, [&](int, u32 key) { counts += key > edge ? ABOVE : key == edge; });
+    int want = budget - (int)(sum_before(counts, more_sums, before) >> EDGE_BITS);
+    u32 base = __shfl_sync(ALL_LANES, before, 0);
+#pragma unroll 1
+    for (int c = 0; c < mine.chunks; c++) {
+        u32 above = 0, equal = 0;
+        mine.each<COUNTED>(c, [&](int bit, u32 key) {
+            above |= (u32)(key > edge) << bit;
+            equal |= (u32)(key == edge) << bit;
+        });
+        above = Scores::in_order(above), equal = Scores::in_order(equal);
+        u32 own = ABOVE * __popc(above) + __popc(equal), to_lane = sum_to_lane(own), at = base + to_lane - own;
+        for (u32 word = above | equal; word; word &= word - 1) {
+            int bit = __ffs((int)word) - 1;
+            at = take(mine.first + CHUNK * c + 32 * lane + bit, above >> bit & 1, want, at, out);
+        }
+        base += __shfl_sync(ALL_LANES, to_lane, 31);
+    }
+}
+
+// blocks (T, budget) int32, ascending: the `budget` best, of equal ones at the edge the lowest. One block a row; `most` is
+// a multiple of 4.
 //
 // The budget-th largest of the threads' maxima bounds the budget-th largest score from below; what reaches it is a short
-// list in order, from which the exact ones are taken. Where many scores are equal the list is too long: then the bound is
-// the exact one, found over all scores.
-template <int EACH>
-KERNEL(SELECT_THREADS) qsa_select(const float *scores, const i64 *pos, int *blocks, int block, int budget, int most) {
-    __shared__ int warps[32];
-    __shared__ u32 keys[LISTED];
-    __shared__ int ids[LISTED];
+// list in order, from which the exact ones are taken. Where too many scores are equal, or fewer than the budget are above
+// 0, the exact edge is found over all scores.
+STARTS_EARLY KERNEL(THREADS) qsa_select(const float *scores, const i64 *pos, int *blocks, int block, int budget, int most) {
+    __shared__ u32 sums[3][32];
+    __shared__ int bins[THREADS], found[3], ids[LISTED];
     int row = blockIdx.x, t = threadIdx.x, lane = t & 31, warp = t >> 5;
-    int n = (int)((*pos + row + 1) / block);
+    bins[t] = 0;
+    let_next_start();
+    wait_for_inputs();
+    int n = ((int)*pos + row + 1) / block;
     int *out = blocks + (size_t)row * budget;
     if (n <= budget) {
-        for (int b = t; b < n; b += SELECT_THREADS) out[b] = b;
+        for (int b = t; b < n; b += THREADS) out[b] = b;
         return;
     }
-    Scores<EACH> mine;
+    Scores mine;
+    int share = (n + 127) / 128 * 4;
     mine.s = scores + (size_t)row * most;
-    mine.rounds = (n + SELECT_THREADS - 1) / SELECT_THREADS;
-    mine.first = warp * mine.rounds * 32 + lane;
-    mine.inside = n - mine.first;
+    mine.first = warp * share;
+    mine.end = mine.first + share < n ? mine.first + share : n;
+    mine.chunks = (share + CHUNK - 1) / CHUNK;
+    mine.keep();
+    u32 top = 0;
+    auto see = [&](int, u32 key) { top = key > top ? key : top; };
+    mine.each<KEPT>(0, see);
+#pragma unroll 1
+    for (int c = 1; c < mine.chunks; c++) mine.each<LOADED>(c, see);
+    u32 high = warp_largest(top), low = warp_largest(top ? ~top : 0);
+    if (lane == 0) sums[0][warp] = high, sums[1][warp] = low;
+    Range r;
+    int threads = __syncthreads_count(top > 0);
+    r.hi = warp_largest(sums[0][lane]), r.lo = ~warp_largest(sums[1][lane]), r.want = budget, r.count = threads;
+    u32 edge = 1;
+    if (threads >= budget) {
+        u32 tops[1] = {top};
+        narrow<1>(r, tops, bins, sums[2], found);
+        edge = r.lo;
+    }
+    u32 mask = mine.reaching<KEPT>(0, edge), before;
+    int reach = __popc(mask);
+#pragma unroll 1
+    for (int c = 1; c < mine.chunks; c++) reach += __popc(mine.reaching<LOADED>(c, edge));
+    int listed = (int)sum_before((u32)reach, sums[2], before);
+    if (listed > LISTED || listed < budget) {
+        take_from_all(mine, budget, sums[0], sums[1], out);
+        return;
+    }
+    int base = (int)__shfl_sync(ALL_LANES, before, 0);
+#pragma unroll 1
+    for (int c = 0; c < mine.chunks; c++) {
+        u32 word = c ? mine.reaching<LOADED>(c, edge) : mask;
+        int to_lane = (int)sum_to_lane((u32)__popc(word)), place = base + to_lane - __popc(word);
+        for (; word; word &= word - 1) ids[place++] = mine.first + CHUNK * c + 32 * lane + __ffs((int)word) - 1;
+        base += __shfl_sync(ALL_LANES, to_lane, 31);
+    }
+    __syncthreads();
+    u32 keys[EACH];
+    int each = (listed + THREADS - 1) / THREADS;  // neighbours on the list
 #pragma unroll
-    for (int i = 0; i < EACH; i++) mine.kept[i] = i < mine.rounds ? mine.bits(i) : 0;
-    u32 top = 0, bound = 0;
-    mine.each([&](int, u32 u) { top = u > top ? u : top; });
-#pragma unroll 1
-    for (int bit = 30; bit >= 0; bit--) {
-        u32 trial = bound | 1u << bit;
-        int all = __syncthreads_count(top >= trial);
-        if (all >= budget) bound = trial;
-        if (all == budget) break;
-    }
-    int reach = 0, listed, unused;
-    mine.each([&](int i, u32 u) { reach += 32 * i < mine.inside && u >= bound; });
-    listed = block_count(reach, warps);
-    if (listed > LISTED) {
-        bound = 0;
-#pragma unroll 1
-        for (int bit = 30; bit >= 0; bit--) {
-            u32 trial = bound | 1u << bit;
-            int some = 0;
-            mine.each([&](int, u32 u) { some += u >= trial; });
-            if (block_count(some, warps) >= budget) bound = trial;
-        }
-    }
-    // What lies above the bound, and of what equals it as much as fits: in order, and at least `budget` of them.
-    int above = 0, equal = 0;
-    mine.each([&](int i, u32 u) {
-        above += u > bound;
-        equal += 32 * i < mine.inside && u == bound;
-    });
-    int room = LISTED - block_count(above, warps);
-    equal = warp_count(equal), above = warp_count(above);
-    __syncthreads();
-    if (lane == 0) warps[warp] = equal;
-    __syncthreads();
-    int equal_before = warp_count(lane < warp ? warps[lane] : 0), left = room - equal_before;
-    int taken_equal = left < 0 ? 0 : equal < left ? equal : left;
-    __syncthreads();
-    if (lane == 0) warps[warp] = above + taken_equal;
-    __syncthreads();
-    int place = warp_count(lane < warp ? warps[lane] : 0);
-    listed = warp_count(warps[lane]);
-    u32 below = (1u << lane) - 1;
-    mine.each([&](int i, u32 u) {
-        bool is_equal = 32 * i < mine.inside && u == bound;
-        u32 equals = __ballot_sync(ALL_LANES, is_equal);
-        bool taken = u > bound || (is_equal && __popc(equals & below) < left);
-        u32 all = __ballot_sync(ALL_LANES, taken);
-        if (taken) {
-            keys[place + __popc(all & below)] = u;
-            ids[place + __popc(all & below)] = mine.first + 32 * i;
-        }
-        place += __popc(all);
-        left -= __popc(equals);
-    });
-    __syncthreads();
-    u32 a = t < listed ? keys[t] : 0, b = t + SELECT_THREADS < listed ? keys[t + SELECT_THREADS] : 0;
-    bool has_a = t < listed, has_b = t + SELECT_THREADS < listed, longer = listed > SELECT_THREADS;
-    bound = 0;
-#pragma unroll 1
-    for (int bit = 30; bit >= 0; bit--) {
-        u32 trial = bound | 1u << bit;
-        int all = __syncthreads_count(a >= trial);
-        if (longer) all += __syncthreads_count(b >= trial);
-        if (all >= budget) bound = trial;
-        if (all == budget) break;
-    }
-    int edge = budget - __syncthreads_count(has_a && a > bound) - (longer ? __syncthreads_count(has_b && b > bound) : 0);
-    int equals, done;
-    int rank = count_before(has_a && a == bound, warps, equals);
-    bool taken = has_a && (a > bound || (a == bound && rank < edge));
-    place = count_before(taken, warps, done);
-    if (taken) out[place] = ids[t];
-    if (longer) {
-        rank = equals + count_before(has_b && b == bound, warps, unused);
-        taken = has_b && (b > bound || (b == bound && rank < edge));
-        place = done + count_before(taken, warps, unused);
-        if (taken) out[place] = ids[t + SELECT_THREADS];
-    }
+    for (int i = 0; i < EACH; i++) keys[i] = i < each && t * each + i < listed ? bits_of(mine.s[ids[t * each + i]]) : 0;
+    r.lo = edge, r.hi = warp_largest(sums[0][lane]), r.want = budget, r.count = listed;
+    while (r.count > r.want && r.lo < r.hi) narrow<EACH>(r, keys, bins, sums[2], found);
+    u32 taken = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) taken += keys[i] > r.hi ? ABOVE : keys[i] >= r.lo;
+    sum_before(taken, sums[1], before);
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+        if (keys[i] >= r.lo) before = take(ids[t * each + i], keys[i] > r.hi, r.want, before, out);
 }

@@ -3,6 +3,7 @@
 // A lane holds the keys of experts lane, lane + 32, .. and knows its largest; K rounds find the largest of all, equal
 // ones at the lowest id. With a logit that is not finite the ids are still valid, so that what follows stays inside its
 // memory.
+#include "early.cuh"
 #include "sums.cuh"
 
 // A number that orders like the floats (-0 equal to +0), above 0 for every float.
@@ -30,8 +31,10 @@ DEVICE u32 max_of_warp(u32 v) {
 
 // EACH: keys a lane holds, at least E / 32.
 template <int EACH>
-KERNEL(32) router(const float *logits, int *ids, float *weights, int E, int K, float scale, u64 *error, u64 where) {
+STARTS_EARLY KERNEL(32) router(const float *logits, int *ids, float *weights, int E, int K, float scale, u64 *error, u64 where) {
     __shared__ float chosen[128];
+    let_next_start();
+    wait_for_inputs();
     int lane = threadIdx.x, row = blockIdx.x;
     const float *l = logits + (size_t)row * E;
     int *out_ids = ids + (size_t)row * K;

@@ -21,6 +21,7 @@ import numpy as np
 from strata.base.errors import BadArgument, StrataError, need
 from strata.base.progress import UPLOADING, report
 from strata.gpu.device import Device
+from strata.gpu.driver_calls import copy_held
 from strata.gpu.gemv import Place
 from strata.gpu.memory import MADE_UP, aligned
 from strata.gpu.relayout import relayout_bytes, restore
@@ -45,6 +46,7 @@ class ExpertSlots:
     expert_of     for each layer int32 (slots,): the expert a slot holds or awaits, -1 for none
     by_table      kernels find experts through the table, as they must unless all layers hold all; if not, expert e lies
                   in slot e for good
+    tail          (n, 2) int64 rows (layer, slot) of the slots that lie in one piece of memory: see `join_tail`
 
     Sizes and counts are known at once; addresses are made up until `allocate`.
     """
@@ -71,7 +73,12 @@ class ExpertSlots:
                 )
         self.table = np.zeros((L, E, 3), np.uint64)
         self.expert_of = [np.full(n, NOWHERE, np.int32) for n in self.counts]
+        self._slot_of = np.full((L, E), NOWHERE, np.int32)
         self._areas = [MADE_UP] * L
+        self._ends = list(self.counts)
+        """Slots in front of the tail."""
+        self.tail = np.zeros((0, 2), np.int64)
+        self._tail_at = [MADE_UP] * L
         self._table_at = MADE_UP
         self._changed: tuple[int, int] | None = None
         self._coming: deque[tuple[int, int, int]] = deque()
@@ -95,13 +102,43 @@ class ExpertSlots:
         """Device bytes of all slots and of the table."""
         return self.table_bytes + sum(self.area_bytes(l) for l in range(len(self.counts)))
 
+    def join_tail(self, n_bytes: int) -> None:
+        """Let the last slots of every layer, the same share of each and together at least n_bytes, lie in one piece,
+        which others may use while these slots are empty. Before `allocate`. BadArgument for more than all slots have.
+        """
+        need(self.by_table and self._device is None, "slots to join", needed="those of a table without memory")
+        sizes, counts = np.array(self._slot_bytes), np.array(self.counts)
+        total = int(sizes @ counts)
+        need(0 < n_bytes <= total, "bytes of joined slots", found=n_bytes, needed=f"at most {total}, those of all")
+        exact = counts * (n_bytes / total)
+        taken = np.minimum(exact.astype(np.int64), counts)
+        for layer in np.argsort(taken - exact, kind="stable").tolist() * 2:
+            if int(sizes @ taken) < n_bytes and taken[layer] < counts[layer]:
+                taken[layer] += 1
+        self._ends = (counts - taken).tolist()
+        self.tail = np.array([(l, s) for l, n in enumerate(self.counts) for s in range(self._ends[l], n)], np.int64)
+
+    @property
+    def tail_bytes(self) -> int:
+        """Device bytes of the tail."""
+        return sum((n - end) * size for n, end, size in zip(self.counts, self._ends, self._slot_bytes, strict=True))
+
+    @property
+    def tail_address(self) -> int:
+        """Where the tail begins; 0 without one."""
+        return self._tail_at[int(self.tail[0, 0])] if len(self.tail) else 0
+
     def allocate(self, device: Device, uploader: Uploader, source: ExpertSource) -> None:
-        """Take the memory: one area a layer, and the table. DoesNotFit if the device has less."""
+        """Take the memory: one area a layer, the tail, and the table. DoesNotFit if the device has less."""
         self._device, self._uploader, self._source = device, uploader, source
         self._table_at = device.alloc(self.table.nbytes)
         self._published = device.host(self.table.nbytes).view(np.uint64)
         self._publishing = device.record()
-        self._areas = [device.alloc(self.area_bytes(l)) if n else 0 for l, n in enumerate(self.counts)]
+        self._areas = [device.alloc(n * size) if n else 0 for n, size in zip(self._ends, self._slot_bytes, strict=True)]
+        at = device.alloc(self.tail_bytes) if len(self.tail) else 0
+        for l, size in enumerate(self._slot_bytes):
+            self._tail_at[l] = at
+            at += (self.counts[l] - self._ends[l]) * size
 
     # ---- where kernels find experts
 
@@ -118,7 +155,10 @@ class ExpertSlots:
 
     def address(self, layer: int, slot: int, part: int) -> int:
         """Device address of a matrix in a slot."""
-        return self._areas[layer] + slot * self._slot_bytes[layer] + self._offsets[layer][part]
+        start, number = self._areas[layer], slot
+        if slot >= self._ends[layer]:
+            start, number = self._tail_at[layer], slot - self._ends[layer]
+        return start + number * self._slot_bytes[layer] + self._offsets[layer][part]
 
     # ---- what is where
 
@@ -128,8 +168,7 @@ class ExpertSlots:
 
     def slot_of(self, layer: int, expert: int) -> int:
         """The slot that holds or awaits an expert, or -1."""
-        found = np.flatnonzero(self.expert_of[layer] == expert)
-        return int(found[0]) if found.size else NOWHERE
+        return int(self._slot_of[layer, expert])
 
     def free_slots(self, layer: int) -> list[int]:
         """Slots that hold nothing and await nothing."""
@@ -153,7 +192,7 @@ class ExpertSlots:
         need(0 <= expert < self.experts.E and self.slot_of(layer, expert) == NOWHERE,
              f"an expert of layer {layer} to place", found=expert, needed="one that is not there")  # fmt: skip
         self._queue(layer, expert, slot)
-        self.expert_of[layer][slot] = expert
+        self.expert_of[layer][slot], self._slot_of[layer, expert] = expert, slot
         self._coming.append((layer, expert, self._uploader.mark()))
 
     def evict(self, layer: int, expert: int) -> int:
@@ -162,7 +201,7 @@ class ExpertSlots:
         need(bool(self.table[layer, expert, 0]), f"an expert of layer {layer} to evict", found=expert,
              needed="one that is on the device")  # fmt: skip
         slot = self.slot_of(layer, expert)
-        self.expert_of[layer][slot] = NOWHERE
+        self.expert_of[layer][slot] = self._slot_of[layer, expert] = NOWHERE
         self._write(layer, expert, [0, 0, 0])
         return slot
 
@@ -200,8 +239,8 @@ class ExpertSlots:
             return False
         first, stop = self._changed
         self._device.wait(self._publishing)
-        self._published[first:stop] = self.table.reshape(-1)[first:stop]
         place = self._published[first:stop]
+        copy_held(place, self.table.reshape(-1)[first:stop])
         self._device.copy_in(self._table_at + 8 * first, place.ctypes.data, place.nbytes)
         self._publishing = self._device.record()
         self._changed = None
@@ -227,7 +266,7 @@ class ExpertSlots:
 
     def _enter(self, layer: int, expert: int, slot: int) -> None:
         """Note in the host's table that a slot holds an expert."""
-        self.expert_of[layer][slot] = expert
+        self.expert_of[layer][slot], self._slot_of[layer, expert] = expert, slot
         self._write(layer, expert, [self.address(layer, slot, part) for part in range(3)])
 
     def _write(self, layer: int, expert: int, words: list[int]) -> None:

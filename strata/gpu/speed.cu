@@ -1,10 +1,12 @@
 // Kernels that only measurements launch: routing from a table instead of from logits, and a copy at full speed.
-#include "exact.cuh"
+#include "early.cuh"
 
 // ids and weights (T, K) of a layer: row t of the window takes row (*at + t) modulo n of table (n, L, K); all weights
 // are 1 / K. The last layer moves *at on to the next window's row. One block.
-KERNEL(256) replay_ids(const int *table, u64 *at, int n, int L, int layer, int T, int K, float weight, int *ids,
+STARTS_EARLY KERNEL(256) replay_ids(const int *table, u64 *at, int n, int L, int layer, int T, int K, float weight, int *ids,
                        float *weights) {
+    let_next_start();
+    wait_for_inputs();
     u64 first = *at;
     for (int i = threadIdx.x; i < T * K; i += 256) {
         u64 row = (first + i / K) % n;

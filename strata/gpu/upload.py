@@ -18,6 +18,7 @@ import numpy as np
 
 from strata.base.errors import BadArgument, DoesNotFit, need
 from strata.gpu.device import COPY_STREAMS, Device
+from strata.gpu.driver_calls import HELD_BYTES, copy_held
 from strata.gpu.launch import Launch
 from strata.gpu.link_fetch import field_map
 from strata.gpu.relayout import LAYOUTS, ROWS, row_block_bytes
@@ -39,7 +40,8 @@ PLACES_BYTES = 16
 """Where a matrix is and where it goes, two words of `relayout_stack`."""
 SHARE_BYTES = 1 << 20
 """Less is not worth another thread."""
-MOST_COPY_THREADS = 8
+MOST_COPY_THREADS = 4
+"""More are slower: what they do is short, and they take turns at the interpreter."""
 STAGE, WORK = COPY_STREAMS
 """Copies into staging, which wait for nothing; kernels and copies that write where others may still read."""
 
@@ -305,7 +307,8 @@ class Uploader:
 
     def _copy(self, parts: list[tuple[np.ndarray, int]]) -> None:
         for data, place in parts:
-            np.copyto(self._bounce[place : place + data.size], data)
+            copy = copy_held if data.size <= HELD_BYTES else np.copyto
+            copy(self._bounce[place : place + data.size], data)
 
     # ---- tables
 
@@ -314,11 +317,11 @@ class Uploader:
         need(most > 0, "four rows of a matrix", found=f"{ROWS * row_bytes} bytes",
              needed=f"at most {self._piece_bytes}, a piece of the staging")  # fmt: skip
         K = row_bytes // format.block_bytes * format.block_values
-        shape = _Shape(format, row_bytes, K, row_block_bytes(format, K), most, *self._table(format, K))
+        shape = _Shape(format, row_bytes, K, row_block_bytes(format, K), most, *self.table(format, K))
         return self._shapes.setdefault((format.name, row_bytes), shape)
 
-    def _table(self, format: BlockFormat, K: int) -> tuple[int, int]:
-        """Device address of the table for rows of K values, and bits of its fields."""
+    def table(self, format: BlockFormat, K: int) -> tuple[int, int]:
+        """Device address of the `field_map` for rows of K values, and bits of its fields; uploaded on first use."""
         layout = LAYOUTS[format.name]
         key = (format.name, format.row_bytes(K) // format.block_bytes % (layout.steps * layout.blocks))
         if key not in self._tables:

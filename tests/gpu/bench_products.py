@@ -16,7 +16,8 @@ from strata.gpu.activations import Activations, quantise
 from strata.gpu.device import CupyDevice
 from strata.gpu.experts_ends import swiglu
 from strata.gpu.gemv import SPLIT, Entries, Hidden, Place, gemv, product, relayout, relayout_bytes
-from strata.gpu.launch import Launch
+from strata.gpu.gemv.huge import HUGE
+from strata.gpu.launch import Launch, Source, i32, launch, pointer
 from strata.gpu.relayout_kernel import bit_map, relayout_launches
 from strata.pack.formats import FORMATS, BlockFormat, by_name
 from strata.pack.lanes import gemv as exact
@@ -24,6 +25,8 @@ from tests.block_data import random_activations, random_rows
 from tests.canonical.call import assert_same
 
 WHERE = np.uint64(0)
+FREE = Source("../../tests/gpu/free_order.cu", tuple(f"free_order<{R}, {C}>" for R in (1, 2, 4) for C in (1, 2, 4)))
+"""4-bit products whose sums have no fixed order: what the hardware gives."""
 DENSE = ((1280, 2560), (2560, 6144), (10240, 2560), (16384, 2560), (2560, 10240), (248320, 2560))
 TIMED = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "IQ3_XXS", "IQ2_S", "Q2_0", "MXFP4")
 EXPERTS = (("Q4_K", "IQ4_NL"), ("Q8_0", "Q8_0"), ("IQ3_XXS", "Q2_0"), ("MXFP4", "MXFP4"))
@@ -112,9 +115,11 @@ def check_dense(b: Bench, format: BlockFormat) -> int:
             expected = wanted(format, raw, x)
             for T in (1, 2, 3, 4, 8):
                 y = b.device.alloc(4 * T * 203)
-                b.device.run(gemv(format, weights, 203, b.activations(x[:T], format.group), y))
-                assert_same(b.get(y, T, 203), expected[:T], f"{format.name} {mode} K {K} T {T}")
-                n += T * 203
+                a = b.activations(x[:T], format.group)
+                for form in ("product", *("split",) * (format.name in SPLIT), *("huge",) * (format.name in HUGE)):
+                    b.device.run(gemv(format, weights, 203, a, y, form=form))
+                    assert_same(b.get(y, T, 203), expected[:T], f"{format.name} {mode} K {K} T {T} {form}")
+                    n += T * 203
     return n
 
 
@@ -153,10 +158,27 @@ def time_dense(b: Bench, name: str) -> None:
         at, stride = b.copies(np.resize(relayout(format, random_rows(format, min(rows, 1280), K)), size), n)
         for T in (1, 2, 4, 8):
             x, y = b.activations(random_activations(T, K), format.group), b.device.alloc(4 * T * rows)
-            for split in (False, True) if name in SPLIT else (False,):
-                one = [gemv(format, at + i * stride, rows, x, y, split=split) for i in range(n)]
-                what = f"{name} [{rows} x {K}] T {T}" + (" split" if split else "")
+            for form in ("product", *("split",) * (name in SPLIT), *("huge",) * (name in HUGE and rows > 8192)):
+                one = [gemv(format, at + i * stride, rows, x, y, form=form) for i in range(n)]
+                what = f"{name} [{rows} x {K}] T {T} {form}"
                 b.show(what, b.graph_us([launch for launches in one for launch in launches]), size)
+
+
+def time_free(b: Bench, rows: int, K: int, T: int, ids: list[int], at: int, kind: str) -> None:
+    """CHOICES experts of (rows, K) in 4 bits, numbered by `ids`, by the kernel without an order in its best shape."""
+    y, size = b.device.alloc(4 * T * CHOICES * rows), N_EXPERTS * rows * K // 2
+    best, shape = 1e9, ""
+    for R in (1, 2, 4):
+        for warps in (2, 4, 8):
+            grid, places = (-(-rows // (R * warps)), CHOICES), [pointer(p) for p in (at, at + size)]
+            x = [pointer(at), pointer(at + (1 << 20)), pointer(y), i32(rows), i32(K // 32)]
+            us = b.graph_us(
+                [launch(FREE, f"free_order<{R}, {T}>", grid, 32 * warps, *places, pointer(i), *x) for i in ids]
+            )
+            if us < best:
+                best, shape = us, f"{R} rows a warp, {warps} warps"
+    b.show(f"free order, {kind}, T {T}", best, CHOICES * rows * K // 32 * 18)
+    print(f"    {shape}")
 
 
 def time_experts(b: Bench, gate_name: str, down_name: str) -> None:
@@ -171,12 +193,13 @@ def time_experts(b: Bench, gate_name: str, down_name: str) -> None:
             h = Activations.at(b.device.alloc(Activations.n_bytes(entries, WIDTH, 32)), entries, WIDTH, 32)
             sides, y = b.device.alloc(8 * entries * WIDTH), b.device.alloc(4 * entries * D)
             places = Place(ups, 2 * up_stride), Place(ups + up_stride, 2 * up_stride), Place(downs, down_stride)
-            first, last, apart, different = [], [], [], 0
+            first, last, apart, different, numbers = [], [], [], 0, []
             for _ in range(launches):
                 ids = np.stack([rng.permutation(N_EXPERTS)[:CHOICES] for _ in range(T)]).astype(np.int32)
                 ids = np.ascontiguousarray(np.broadcast_to(ids[:1], ids.shape)) if same else ids
                 different += len(np.unique(ids))
-                e = Entries(b.place(ids), entries, T)
+                numbers.append(b.place(ids))
+                e = Entries(numbers[-1], entries, T)
                 first += product(gate, places[0], WIDTH, x, entries=e, hidden=Hidden(places[1], h, b.error, WHERE))
                 apart += product(gate, places[0], WIDTH, x, sides, entries=e)
                 last += product(down, places[2], D, h, y, entries=e)
@@ -186,6 +209,9 @@ def time_experts(b: Bench, gate_name: str, down_name: str) -> None:
             b.show(f"gate+up+SwiGLU {gate_name}, {what}", b.graph_us(first), int(n * 2 * up_size))
             b.show(f"gate alone {gate_name}, {what}", b.graph_us(apart), int(n * up_size))
             b.show(f"down {down_name}, {what}", b.graph_us(last), int(n * down_size))
+            if gate_name == "Q4_K" and T <= 4 and (same or T == 1):
+                time_free(b, 2 * WIDTH, D, T, numbers, ups, "gate+up")
+                time_free(b, D, WIDTH, T, numbers, ups, "down")
             print(f"  {'SwiGLU alone':<44} {b.graph_us(activation * launches):8.2f} us")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -35,6 +36,10 @@ def in_branches(launches: Sequence[Launch]) -> list[Launch]:
 class HostEvent:
     stream: int
     passed: bool = False
+    at: float = 0.0
+
+    def come(self) -> None:
+        self.passed, self.at = True, time.perf_counter()
 
 
 class HostDevice:
@@ -131,10 +136,14 @@ class HostDevice:
             assert self._inside(source, n_bytes) or self.is_registered(source, n_bytes), "a copy needs pinned memory"
             self._do(stream, lambda: ctypes.memmove(address, source, n_bytes))
 
-    def record(self, stream: int = MAIN) -> HostEvent:
+    def record(self, stream: int = MAIN, timed: bool = False) -> HostEvent:
         event = HostEvent(stream)
-        self._do(stream, lambda: setattr(event, "passed", True))
+        self._do(stream, event.come)
         return event
+
+    def elapsed_ms(self, first: HostEvent, second: HostEvent) -> float:
+        assert first.passed and second.passed, "an event that has not come to pass has no time"
+        return 1e3 * (second.at - first.at)
 
     def done(self, event: HostEvent) -> bool:
         if not self.hold:

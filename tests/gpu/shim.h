@@ -380,6 +380,13 @@ static inline int dot4(unsigned a, unsigned b, int c) {
     for (int i = 0; i < 4; i++) c += (int)(signed char)(a >> (8 * i)) * (int)(signed char)(b >> (8 * i));
     return c;
 }
+static inline int dot2_low(unsigned a, unsigned b, int c) {
+    for (int i = 0; i < 2; i++) c += (int)(short)(a >> (16 * i)) * (int)(signed char)(b >> (8 * i));
+    return c;
+}
+static inline int dot2_high(unsigned a, unsigned b, int c) { return dot2_low(a, b >> 16, c); }
+static inline unsigned high_product(unsigned a, unsigned b) { return (unsigned)((uint64_t)a * b >> 32); }
+static inline unsigned permute(unsigned a, unsigned b, unsigned which) { return __byte_perm(a, b, which); }
 
 // Tensor-core products and asynchronous copies of gemm/tensor.cuh: a warp's lanes show each other their operands.
 namespace shim {

@@ -24,10 +24,12 @@ from strata.gpu.gemm import (
     gemm,
     group_of,
     grouped,
+    grouped_packed,
     prepare,
     scratch_bytes,
     sort_entries,
     split_rows,
+    takes_packed,
 )
 from strata.gpu.gemm.quantised import TILE_ROWS, TILE_WEIGHTS, multiply
 from strata.gpu.gemv import Place
@@ -170,6 +172,15 @@ def layer(t: Timer, T: int, gate: str, down: str) -> None:
         print(f"experts {gate}/{down}, {T} rows, batches of {batch}: {total:.0f} us, {flops:.1f} TFLOP/s, scratch "
               f"{scratch_bytes(f, F, D, batch) >> 20} MiB")  # fmt: skip
         print("    " + ", ".join(f"{name} {t.us(part):.0f}" for name, part in steps.items()))
+        packed = []
+        for part, format, n_rows, x, to in ((0, f, F, rows, g), (1, f, F, rows, u), (2, d, D, h_rows, out)):
+            if takes_packed(format, x.x.K):
+                some = []
+                for first in range(0, E, batch):
+                    some += grouped_packed(format, places[part], n_rows, x, to, order, first, batch)
+                packed.append(f"{('gate', 'up', 'down')[part]} {t.us(some):.0f}")
+        if packed:
+            print("    packed matrices: " + ", ".join(packed))
         only = [one for one in steps["gate, up"] if "expand" not in one.kernel]
         print(f"    gate, up without expansion {t.us(only):.0f}")
 

@@ -1,4 +1,4 @@
-"""Times single kernels at full geometry on a CUDA device: python -m tests.gpu.time_ops [T ...]
+"""Times single kernels at full geometry on a CUDA device: python -m tests.gpu.time_ops [T ...] [part ...]
 
 Every op runs in a graph over many copies of its weights, so that nothing stays in L2. Shown: us a launch, bytes of
 weights and state, GB/s, and percent of the rate of a device-to-device copy in the same run.
@@ -23,6 +23,8 @@ D, C, RANK, V, F, K, E = 2560, 4, 320, 248_320, 640, 10, 512
 HK, HV, DK, TAPS = 16, 48, 128, 4
 H, HKV, DH, CONTEXT, BUDGET, BLOCK = 24, 2, 256, 131_072, 512, 4
 LAUNCHES = 40
+KEY_COPIES, CELL_COPIES = 5, LAUNCHES
+"""Copies of a layer's pooled keys, and of its K and V, so that what a launch reads is not in L2."""
 WHERE = np.uint64(0)
 
 
@@ -37,6 +39,15 @@ class Timer:
         at = self.device.alloc(4 * n)
         view = cp.ndarray((n,), np.float32, cp.cuda.MemoryPointer(cp.cuda.UnownedMemory(at, 4 * n, self), 0))
         view[...] = cp.random.standard_normal(n, dtype=np.float32) * np.float32(scale)
+        cp.cuda.runtime.deviceSynchronize()
+        return at
+
+    def halves(self, n: int) -> int:
+        """Address of n float16 between 0.5 and 1."""
+        cp = self.device._cupy
+        at = self.device.alloc(2 * n)
+        view = cp.ndarray((n,), np.uint16, cp.cuda.MemoryPointer(cp.cuda.UnownedMemory(at, 2 * n, self), 0))
+        view[...] = cp.random.randint(0x3800, 0x3C00, n, dtype=np.uint16)
         cp.cuda.runtime.deviceSynchronize()
         return at
 
@@ -147,40 +158,56 @@ def gated_delta_ops(t: Timer, T: int) -> None:
            8 * HV * DK * DK, 36)  # fmt: skip
 
 
+def cells_of(t: Timer, int8: bool) -> qsa_append.KvSlots:
+    """K and V of a context."""
+    n = CONTEXT * HKV * DH
+    if int8:
+        k, v = (t.words(t.halves(n // 2)) for _ in range(2))  # any bytes
+        return qsa_append.KvSlots(k, v, *(t.words(t.halves(n // 64)) for _ in range(2)))
+    return qsa_append.KvSlots(*(t.words(t.halves(n)) for _ in range(2)))
+
+
 def attention(t: Timer, T: int, cells: int) -> None:
     error, pos = t.words(2**64 - 1), t.words(cells - T)
-    k, v = (t.words(t.device.alloc(CONTEXT * HKV * DH)) for _ in range(2))
-    scales = [t.words(t.device.alloc(2 * CONTEXT * HKV * DH // 64)) for _ in range(2)]
-    slots = qsa_append.KvSlots(k, v, *scales)
     q_gate, q, y, kv = t.floats(2 * T * H * DH), t.floats(T * H * DH), t.floats(T * H * DH), t.floats(T * HKV * DH)
     norm, rope = t.floats(DH), t.floats(CONTEXT * 64)
-    t.show(
-        f"qsa_append int8 T={T}",
-        lambda i: qsa_append.qsa_append(
-            q_gate, kv, kv, norm, norm, q, pos, rope, slots, T, H, HKV, DH, 64, 1e-6, error, WHERE
-        ),
-        T * H * DH * 8,
-        1,
-    )
-    iq, keys = t.floats(T * 4 * 128), t.words(t.floats(CONTEXT // BLOCK * 128))
+    iq, keys = t.floats(T * 4 * 128), [t.words(t.floats(CONTEXT // BLOCK * 128)) for _ in range(KEY_COPIES)]
     ring, ik = t.words(t.floats(16 * 128)), t.floats(T * 128)
     t.show(
         f"qsa_index T={T}",
         lambda i: qsa_append.qsa_index(
-            iq, ik, norm, norm, keys, ring, pos, rope, T, 4, 128, BLOCK, 16, 64, 1e-6, error, WHERE
+            iq, ik, norm, norm, keys[0], ring, pos, rope, T, 4, 128, BLOCK, 16, 64, 1e-6, error, WHERE
         ),
         T * 4 * 128 * 4,
         1,
     )
     blocks, scores = t.device.alloc(4 * T * BUDGET), t.device.alloc(qsa_select.score_bytes(T, CONTEXT, BLOCK))
-    select = qsa_select.qsa_select(iq, keys, pos, blocks, scores, T, 4, 128, BLOCK, BUDGET, CONTEXT, error, WHERE)
-    for launch in select:
-        t.show(f"{launch.kernel} at {cells} T={T}", lambda i, one=launch: [one], cells // BLOCK * 512, 1)
+
+    def select(i: int) -> list[Launch]:
+        return qsa_select.qsa_select(iq, keys[i % KEY_COPIES], pos, blocks, scores, T, 4, 128, BLOCK, BUDGET, CONTEXT,
+                                     error, WHERE)  # fmt: skip
+
+    key_bytes = cells // BLOCK * 512
+    t.show(f"qsa_scores at {cells} T={T}", lambda i: select(i)[:1], key_bytes, KEY_COPIES)
+    t.show(f"qsa_scores at {cells} T={T}, keys in L2", lambda i: select(0)[:1], key_bytes, 1)
+    t.show(f"qsa_select at {cells} T={T}", lambda i: select(0)[1:], 4 * T * cells // BLOCK, 1)
     parts = t.device.alloc(qsa_attend.part_bytes(T, H, DH, CONTEXT, BLOCK, BUDGET))
-    attend = qsa_attend.qsa_attend(q, q_gate, y, (pos,), slots, blocks, 0, parts, T, H, HKV, DH, BLOCK, BUDGET, CONTEXT,
-                                   error, WHERE)  # fmt: skip
-    for launch in attend:
-        t.show(f"{launch.kernel} at {cells} T={T}", lambda i, one=launch: [one], T * BUDGET * BLOCK * HKV * DH * 2, 1)
+    for int8 in (False, True):
+        form, slots = "int8" if int8 else "float16", [cells_of(t, int8) for _ in range(CELL_COPIES)]
+        t.show(f"qsa_append {form} T={T}", lambda i, slots=slots: qsa_append.qsa_append(
+            q_gate, kv, kv, norm, norm, q, pos, rope, slots[i], T, H, HKV, DH, 64, 1e-6, error, WHERE),
+            T * H * DH * 8, CELL_COPIES)  # fmt: skip
+
+        def attend(i: int, slots=slots) -> list[Launch]:
+            return qsa_attend.attend_rows(q, q_gate, y, pos, slots[i], blocks, 0, parts, T, H, HKV, DH, BLOCK, BUDGET,
+                                          CONTEXT, error, WHERE)  # fmt: skip
+
+        cell_bytes = T * BUDGET * BLOCK * HKV * DH * (2 if int8 else 4)
+        name = attend(0)[0].kernel
+        t.show(f"{name} {form} at {cells} T={T}", lambda i: attend(i)[:1], cell_bytes, CELL_COPIES)
+        t.show(f"qsa_merge at {cells} T={T}", lambda i: attend(i)[1:], 4 * T * H * 33 * DH, 1)
+        t.show(f"scores to merge {form} at {cells} T={T}", lambda i: [*select(i), *attend(i)], key_bytes + cell_bytes,
+               CELL_COPIES)  # fmt: skip
 
 
 def head(t: Timer, T: int) -> None:
@@ -194,18 +221,29 @@ def head(t: Timer, T: int) -> None:
         t.show(f"{launch.kernel} T={T}", lambda i, one=launch: [one], 8 * T * V, 1)
 
 
-def main(rows: list[int]) -> None:
-    for T in rows:
-        for part in (float_products, small_ops, gated_delta_ops, head):
+def attention_at_full_context(t: Timer, T: int) -> None:
+    attention(t, T, CONTEXT)
+
+
+PARTS = {
+    "floats": float_products,
+    "small": small_ops,
+    "delta": gated_delta_ops,
+    "head": head,
+    "attention": attention_at_full_context,
+}
+
+
+def main(arguments: list[str]) -> None:
+    """Numbers of rows and names of parts; none of a kind: all of them."""
+    names = [a for a in arguments if a in PARTS] or list(PARTS)
+    for T in [int(a) for a in arguments if a not in PARTS] or [1, 4]:
+        for name in names:
             timer = Timer(CupyDevice())
             timer.measure_copy()
-            part(timer, T)
+            PARTS[name](timer, T)
             timer.device.close()
-        timer = Timer(CupyDevice())
-        timer.measure_copy()
-        attention(timer, T, CONTEXT)
-        timer.device.close()
 
 
 if __name__ == "__main__":
-    main([int(a) for a in sys.argv[1:]] or [1, 4])
+    main(sys.argv[1:])

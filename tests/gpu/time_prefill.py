@@ -20,6 +20,7 @@ from strata.gpu.backend import GpuBackend
 from strata.gpu.device import CupyDevice
 from strata.gpu.expert_store import ExpertStore
 from strata.gpu.hybrid import Hybrid
+from strata.gpu.prefill import NGRAM_ROWS
 from strata.gpu.slots import ExpertSlots
 from strata.pack.experts import expert_layout
 from strata.pack.gguf_file import GgufFile
@@ -76,7 +77,7 @@ def kernel_ms(backend: GpuBackend, tokens: np.ndarray, position: int) -> Counter
     queue, total = chunks._feed(tokens, position), Counter()
     for i, launch in enumerate(queue.lowering.launches):
         start, stop = cp.cuda.Event(), cp.cuda.Event()
-        if (i, -1) in queue.marks:
+        if any(index == i and what == NGRAM_ROWS for index, what, _ in queue.marks):
             backend.device.upload(chunks.arena.address("ngram.rows"), chunks.ngram_rows.of(tokens, NOT_FIRST))
         start.record(stream)
         backend.device.run([launch])

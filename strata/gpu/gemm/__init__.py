@@ -16,6 +16,7 @@ a window. Float matrices meet float32 rows as sums of bfloat16 parts (relative e
     order = Order.at(memory, n, E)                              # memory: Order.n_bytes(n, E)
     sort_entries(ids, order)                                    # once a layer
     grouped(format, place, F, rows, g, scratch, order, first, experts)     # the same for up; batches of experts
+    grouped_packed(format, place, F, rows, g, order, first, experts)       # if takes_packed(format, K): no scratch
     swiglu(g, u, n, F, h, error, where, ids=ids, ..)            # experts_ends: as in windows
     grouped(down, place, D, Rows of h, out, scratch, order, first, experts)
     combine(out, ids, weights, ..)                              # experts_ends: as in windows
@@ -26,7 +27,7 @@ a window. Float matrices meet float32 rows as sums of bfloat16 parts (relative e
 
 from __future__ import annotations
 
-from strata.gpu.gemm.experts import Order, grouped, sort_entries
+from strata.gpu.gemm.experts import Order, grouped, grouped_packed, sort_entries, takes_packed
 from strata.gpu.gemm.floats import FloatRows, float_gemm, float_scratch_bytes, split_rows
 from strata.gpu.gemm.quantised import Rows, expand, gemm, group_of, prepare, scratch_bytes
 
@@ -40,8 +41,10 @@ __all__ = [
     "gemm",
     "group_of",
     "grouped",
+    "grouped_packed",
     "prepare",
     "scratch_bytes",
     "sort_entries",
     "split_rows",
+    "takes_packed",
 ]

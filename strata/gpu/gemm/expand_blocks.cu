@@ -17,7 +17,7 @@ struct OfHalves {
         to.eight(at + 16, s.high[0], s.high[1]);
         if (q & 1) return;
         to.scale(q >> 1, mul32(s.d, 1.f / UNITS));
-        if constexpr (MIN) to.minimum(q >> 1, s.least.scale);
+        if constexpr (MIN) to.minimum(q >> 1, half_f32((u16)s.least.words[0]));
     }
 };
 template <> struct Parts<Q4_0> : OfHalves<Q4_0, 16, 0> {};
@@ -77,9 +77,9 @@ struct OfScaled {
     DEVICE static void codes_and_scales(const typename F::Step &s, int q, const Spread &to) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            int at = Offsets::of(i, q);
+            int at = Offsets::of(q) + Offsets::group(i);
             to.eight(at, s.w[2 * i], s.w[2 * i + 1]);
-            if (at % G == 0) to.scale(at / G, mul32(s.d, i32_f32(Offsets::scale(s.sub, i))));
+            if (at % G == 0) to.scale(at / G, mul32(s.d, i32_f32(F::scale(s, i))));
         }
     }
     DEVICE static void put(const typename F::Raw &, const typename F::Step &s, int, int q, const Spread &to) {

@@ -5,12 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from strata.base.errors import need
-from strata.gpu.gemm.quantised import TILE_WEIGHTS, Rows, expand, multiply, tiles_at_once
+from strata.gpu.gemm.quantised import (
+    MINIMA,
+    TILE_WEIGHTS,
+    Rows,
+    expand,
+    group_of,
+    multiply,
+    shared_bytes,
+    tiles_at_once,
+)
 from strata.gpu.gemv import Place
-from strata.gpu.launch import Launch, Source, i32, launch, pointer
+from strata.gpu.launch import Launch, Source, i32, i64, launch, pointer
+from strata.gpu.relayout import row_block_bytes
 from strata.pack.formats import BlockFormat
 
 SORT = Source("gemm/sort.cu", ("count_entries", "place_entries"))
+PACKED = Source("gemm/packed.cu", tuple(f"packed<{f}>" for f in ("Q4_K", "IQ4_NL")))
+PACKED_VALUES = 64
+"""Rows whose products take packed matrices have a multiple of that many values."""
 
 
 def _aligned(n: int) -> int:
@@ -75,3 +88,30 @@ def grouped(
         *multiply(format, rows, x, y, rows, scratch, "Experts", grid, order=order.entries, offsets=order.offsets,
                   first=first, share=order.n // x.x.T),
     ]  # fmt: skip
+
+
+def takes_packed(format: BlockFormat, K: int) -> bool:
+    """Whether `grouped_packed` has a kernel for matrices with rows of K values."""
+    return f"packed<{format.name}>" in PACKED.instances and K % PACKED_VALUES == 0
+
+
+def grouped_packed(
+    format: BlockFormat, place: Place, rows: int, x: Rows, y: int, order: Order, first: int = 0, experts: int = 0
+) -> list[Launch]:
+    """`grouped` without scratch, and the same bits: matrices are unpacked where they are multiplied."""
+    experts, K = experts or order.E - first, x.x.K
+    need(takes_packed(format, K), "a product with packed matrices", found=f"{format.name}, rows of {K} values",
+         needed=f"{', '.join(PACKED.instances)}, a multiple of {PACKED_VALUES}")  # fmt: skip
+    need(0 <= first and 0 < experts and first + experts <= order.E, "experts of a product", found=(first, experts),
+         needed=f"within {order.E}")  # fmt: skip
+    need(order.n % x.x.T == 0, "entries of a product", found=order.n, needed=f"a multiple of {x.x.T} rows")
+    need(y != 0 and (place.address or place.table), "where the product comes from and goes")
+    need((x.group, x.x.group) == (group_of(format), format.group), f"rows of a product with {format.name}",
+         found=(x.group, x.x.group), needed=(group_of(format), format.group))  # fmt: skip
+    grid = (-(-rows // TILE_WEIGHTS), tiles_at_once(order.n, order.E), experts)
+    args = (pointer(place.address), pointer(place.table), i32(place.part), i64(place.stride),
+            i64(row_block_bytes(format, K)), pointer(x.x.codes), pointer(x.scales), pointer(x.sums), i32(K), i32(rows),
+            pointer(y), pointer(order.entries), pointer(order.offsets), i32(first),
+            i32(order.n // x.x.T))  # fmt: skip
+    shared = shared_bytes(32, int(format.name in MINIMA), "Experts")
+    return [launch(PACKED, f"packed<{format.name}>", grid, 256, *args, shared_bytes=shared)]

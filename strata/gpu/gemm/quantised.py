@@ -139,7 +139,7 @@ def expand(
     return [launch(source, f"expand<{format.name}>", (-(-units // per_block), matrices), 256, *args)]
 
 
-def _shared_bytes(group: int, least: int, tile: str) -> int:
+def shared_bytes(group: int, least: int, tile: str) -> int:
     """Two stages: codes, scales and minima of a step for the weights and the rows of a tile."""
     return 2 * (TILE_WEIGHTS + TILE_ROWS[tile]) * (K_TILE + K_TILE // group * 4 * (1 + least))
 
@@ -158,7 +158,7 @@ def multiply(
             pointer(x.scales), pointer(x.sums), i32(x.x.K), i32(x.x.T), i32(rows), pointer(y), i64(y_stride or rows),
             pointer(order), pointer(offsets), i32(first), i32(share))  # fmt: skip
     kernel = f"wide<{x.group}, {least}, {tile}>"
-    return [launch(PRODUCT, kernel, grid, 256, *args, shared_bytes=_shared_bytes(x.group, least, tile))]
+    return [launch(PRODUCT, kernel, grid, 256, *args, shared_bytes=shared_bytes(x.group, least, tile))]
 
 
 def gemm(

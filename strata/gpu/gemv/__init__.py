@@ -12,6 +12,7 @@ import numpy as np
 
 from strata.base.errors import need
 from strata.gpu.activations import Activations
+from strata.gpu.gemv.huge import HUGE, HUGE_COLUMNS, HUGE_ROWS, huge
 from strata.gpu.launch import Launch, Source, i32, i64, launch, pointer
 from strata.gpu.relayout import LAYOUTS, relayout, relayout_bytes, restore
 from strata.pack.formats import BlockFormat
@@ -198,21 +199,25 @@ def gemv(
     y: int,
     y_stride: int = 0,
     *,
-    split: bool | None = None,
+    form: str | None = None,
 ) -> list[Launch]:
     """y (x.T, rows) float32, y_stride values from row to row (0: rows) = a relaid matrix at `weights` times x.
 
-    split  whether the warps of a block share out the chunks of its rows; None: as is faster
+    form  "product": eight rows a warp; "split": the warps of a block share out the chunks of eight rows (formats of
+          SPLIT); "huge": weights by way of shared memory (formats of HUGE); None: as is fastest
     """
     source, chunks = source_of(format), _chunks(format, x.K) if format.name in SPLIT else 0
-    if split is None:
-        split = rows <= SPLIT_MOST_ROWS and chunks >= 4 and x.T <= COLUMNS[-1]
-    if not split:
+    if form is None:
+        form = "split" if rows <= SPLIT_MOST_ROWS and chunks >= 4 and x.T <= COLUMNS[-1] else "product"
+        form = "huge" if format.name in HUGE and rows >= HUGE_ROWS and x.K <= HUGE_COLUMNS else form
+    if form == "product":
         return product(format, Place(weights), rows, x, y, y_stride)
     need(x.group == format.group, f"activations of a product with {format.name}", found=x.group, needed=format.group)
     need(x.K % format.block_values == 0 and rows > 0 and y != 0, f"a row of {x.K} values in {format.name}",
          needed=f"a multiple of {format.block_values}")  # fmt: skip
-    M = COLUMNS[0] if x.T == 1 else COLUMNS[1]
+    M = columns_of(x.T)
+    if form == "huge":
+        return [huge(format, weights, rows, x, y, y_stride or rows, M)]
     most = min(8, SPLIT_STEPS[M] // LAYOUTS[format.name].steps)
     warps = min(range(4, most + 1), key=lambda w: (-(-chunks // w) * w, -w))
     args = (pointer(weights), i32(x.T), pointer(x.codes), pointer(x.scales), pointer(x.sums), pointer(y),

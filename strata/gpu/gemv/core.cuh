@@ -12,15 +12,30 @@
 //   dot(step, x, v)         one fma per lane, v[j] = fma32(integer, scale, v[j]); with Terms in v the two factors
 //   MINIMUM                 0, or 1 and -1 for four more lanes that are added or subtracted. Two threads could take
 //                           each of them: thread q takes lane q / 2 of the row q mod 2 of its two.
-//   Step::least, add_minimum(least, x, m)       what a minimum needs of a step, and its fma
+//   Step::least, add_minimum(least, q, x, m)    what a minimum needs of a step, and its fma
 //   ENTRIES, TABLE, widen(i, table)     entries and words of its grid table, and what writes entry i; 0 without
 #pragma once
+#include "early.cuh"
 #include "sums.cuh"
 
-// Copies BYTES bytes into words; less than a word fills its low part.
-template <int BYTES>
+// Copies BYTES bytes into words; less than a word fills its low part. SHARED: from shared memory.
+template <int BYTES, bool SHARED>
 DEVICE void fetch(const u8 *p, u32 *to) {
-    if constexpr (BYTES == 16) {
+    if constexpr (SHARED) {
+        if constexpr (BYTES == 16) {
+            uint4 v = *(const uint4 *)p;
+            to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+        } else if constexpr (BYTES == 8) {
+            uint2 v = *(const uint2 *)p;
+            to[0] = v.x, to[1] = v.y;
+        } else if constexpr (BYTES == 4) {
+            to[0] = *(const u32 *)p;
+        } else if constexpr (BYTES == 2) {
+            to[0] = *(const u16 *)p;
+        } else if constexpr (BYTES == 1) {
+            to[0] = *p;
+        }
+    } else if constexpr (BYTES == 16) {
         uint4 v = load_once((const uint4 *)p);
         to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
     } else if constexpr (BYTES == 8) {
@@ -49,32 +64,35 @@ struct Layout {
         O3 = O2 + 4 * E * I2 * B2,
         O4 = O3 + 4 * E * I3 * B3,
         CHUNK = O4 + 4 * E * I4 * B4,
-        STEP = CHUNK / E
+        STEP = CHUNK / E,
+        LOADED = E * (B0 + B1 + B2 + B3 + B4)  // bytes that a thread loads of a chunk
     };
     u32 a[(E * B0 + 3) / 4], b[(E * B1 + 3) / 4], c[(E * B2 + 3) / 4 + !B2], d[(E * B3 + 3) / 4 + !B3],
         e[(E * B4 + 3) / 4 + !B4];
 
-    template <int O, int I, int B>
+    template <int O, int I, int B, bool SHARED>
     DEVICE static void section(const u8 *chunk, int row, int q, u32 *to) {
-        fetch<E * B>(chunk + O + E * B * (I * row + (I * q >> 3)), to);
+        fetch<E * B, SHARED>(chunk + O + E * B * (I * row + (I * q >> 3)), to);
     }
-    template <int O, int I, int B>
+    template <int O, int I, int B, bool SHARED>
     DEVICE static void last(const u8 *step, int row, int q, int n, u32 *to) {
-        fetch<B>(step + O / E / P * n + B * (I * n / P * row + (I * q >> 3)), to);
+        fetch<B, SHARED>(step + O / E / P * n + B * (I * n / P * row + (I * q >> 3)), to);
     }
+    template <bool SHARED = false>
     DEVICE void load(const u8 *chunk, int row, int q) {
-        section<0, I0, B0>(chunk, row, q, a);
-        section<O1, I1, B1>(chunk, row, q, b);
-        section<O2, I2, B2>(chunk, row, q, c);
-        section<O3, I3, B3>(chunk, row, q, d);
-        section<O4, I4, B4>(chunk, row, q, e);
+        section<0, I0, B0, SHARED>(chunk, row, q, a);
+        section<O1, I1, B1, SHARED>(chunk, row, q, b);
+        section<O2, I2, B2, SHARED>(chunk, row, q, c);
+        section<O3, I3, B3, SHARED>(chunk, row, q, d);
+        section<O4, I4, B4, SHARED>(chunk, row, q, e);
     }
+    template <bool SHARED = false>
     DEVICE void load_last(const u8 *step, int row, int q, int n) {
-        last<0, I0, B0>(step, row, q, n, a);
-        last<O1, I1, B1>(step, row, q, n, b);
-        last<O2, I2, B2>(step, row, q, n, c);
-        last<O3, I3, B3>(step, row, q, n, d);
-        last<O4, I4, B4>(step, row, q, n, e);
+        last<0, I0, B0, SHARED>(step, row, q, n, a);
+        last<O1, I1, B1, SHARED>(step, row, q, n, b);
+        last<O2, I2, B2, SHARED>(step, row, q, n, c);
+        last<O3, I3, B3, SHARED>(step, row, q, n, d);
+        last<O4, I4, B4, SHARED>(step, row, q, n, e);
     }
 };
 
@@ -87,8 +105,9 @@ struct Columns {
     u32 row[T];
 };
 
-DEVICE uint2 codes8(const i8 *p) { return __ldg((const uint2 *)p); }
-DEVICE uint4 codes16(const i8 *p) { return __ldg((const uint4 *)p); }
+// Activations are written by the kernel in front of this one: no loads through the read-only path (early.cuh).
+DEVICE uint2 codes8(const i8 *p) { return *(const uint2 *)p; }
+DEVICE uint4 codes16(const i8 *p) { return *(const uint4 *)p; }
 
 // Float of an integer that was added to a multiple of these bits, exact below 2^22: cheaper than a conversion.
 #define WHOLE 0x4b400000  // 1.5 * 2^23
@@ -112,19 +131,19 @@ DEVICE u32 opaque(u32 x) {
     return x;
 }
 
-// What minima need of a step: integer minima (or their bits) and their scale; nothing in most formats.
+// What minima need of a step: words as they are in memory, unpacked only for the row that a thread serves.
 template <int WORDS>
 struct Least {
-    u32 min[WORDS];
-    float scale;
+    u32 words[WORDS];
 };
-struct NoLeast {};
+template <>
+struct Least<0> {};
+typedef Least<0> NoLeast;
 template <int WORDS>
 DEVICE Least<WORDS> either(const Least<WORDS> &a, const Least<WORDS> &b, bool second) {
     Least<WORDS> s;
 #pragma unroll
-    for (int i = 0; i < WORDS; i++) s.min[i] = second ? b.min[i] : a.min[i];
-    s.scale = second ? b.scale : a.scale;
+    for (int i = 0; i < WORDS; i++) s.words[i] = second ? b.words[i] : a.words[i];
     return s;
 }
 DEVICE NoLeast either(const NoLeast &a, const NoLeast &, bool) { return a; }
@@ -132,6 +151,37 @@ DEVICE NoLeast either(const NoLeast &a, const NoLeast &, bool) { return a; }
 template <int R, int T>
 struct Lanes {
     float v[R][T][2], m[T];
+
+    DEVICE void clear() {
+#pragma unroll
+        for (int r = 0; r < R; r++)
+#pragma unroll
+            for (int t = 0; t < T; t++) v[r][t][0] = v[r][t][1] = m[t] = 0.f;
+    }
+    // The fixed tree over 16 lanes: distances 8, 4 and 2 join threads, 1 the two lanes of a thread.
+    template <class F>
+    DEVICE void sums(int q, float (&y)[R][T]) {
+#pragma unroll
+        for (int r = 0; r < R; r++)
+#pragma unroll
+            for (int t = 0; t < T; t++) {
+#pragma unroll
+                for (int half = 4; half; half >>= 1)
+#pragma unroll
+                    for (int j = 0; j < 2; j++)
+                        v[r][t][j] = add32(v[r][t][j], __shfl_xor_sync(ALL_LANES, v[r][t][j], half));
+                float sum = add32(v[r][t][0], v[r][t][1]);
+                if constexpr (F::MINIMUM != 0) {
+                    float least = m[t];
+                    least = add32(least, __shfl_xor_sync(ALL_LANES, least, 4));
+                    least = add32(least, __shfl_xor_sync(ALL_LANES, least, 2));
+                    float other = __shfl_xor_sync(ALL_LANES, least, 1);
+                    least = R == 1 || (q & 1) == r ? least : other;
+                    sum = F::MINIMUM > 0 ? add32(sum, least) : sub32(sum, least);
+                }
+                y[r][t] = add32(sum, 0.f);
+            }
+    }
 };
 
 template <class F, int R, int T>
@@ -140,14 +190,14 @@ DEVICE void add_step(const typename F::Raw (&raw)[R], int e, int q, u32 first, c
     typename F::Step step[R];
 #pragma unroll
     for (int r = 0; r < R; r++) step[r] = F::unpack(raw[r], e, q, table);
-    static_assert(F::MINIMUM == 0 || R == 2, "minima are shared out to two rows");
-    auto least = either(step[0].least, step[R - 1].least, q & 1);
+    static_assert(F::MINIMUM == 0 || R <= 2, "minima are shared out to two rows");
+    auto least = R == 1 ? step[0].least : either(step[0].least, step[R - 1].least, q & 1);
 #pragma unroll
     for (int t = 0; t < T; t++) {
         typename F::X values = F::read(x, t, opaque(first), q);
 #pragma unroll
         for (int r = 0; r < R; r++) F::dot(step[r], values, lanes.v[r][t]);
-        if constexpr (F::MINIMUM != 0) F::add_minimum(least, values, lanes.m[t]);
+        if constexpr (F::MINIMUM != 0) F::add_minimum(least, q, values, lanes.m[t]);
     }
 }
 
@@ -160,10 +210,7 @@ DEVICE void multiply(const u8 *const (&block)[R], int K, const Columns<T> &x, co
     int lane = (int)opaque(threadIdx.x & 31), row = lane >> 3, q = lane & 7;
     int blocks = K / F::VALUES, chunks = blocks / (E * P);
     Lanes<R, T> lanes;
-#pragma unroll
-    for (int r = 0; r < R; r++)
-#pragma unroll
-        for (int t = 0; t < T; t++) lanes.v[r][t][0] = lanes.v[r][t][1] = lanes.m[t] = 0.f;
+    lanes.clear();
 
     const int SLOTS = DEPTH > 0 ? DEPTH : 1;
     Raw ring[SLOTS][R];
@@ -172,6 +219,14 @@ DEVICE void multiply(const u8 *const (&block)[R], int K, const Columns<T> &x, co
         if (i < chunks)
 #pragma unroll
             for (int r = 0; r < R; r++) ring[i][r].load(block[r] + i * Raw::CHUNK, row, q);
+    // Short rows: with one column, what is left behind the chunks is on its way from the start too.
+    const bool REST = E * P > 1 && T == 1 && DEPTH > 0;
+    int left = blocks - chunks * E * P, n_rest = REST ? min(left, (int)P) : 0;
+    Raw rest[REST ? R : 1];
+    if (REST && q * P / 8 < n_rest)
+#pragma unroll
+        for (int r = 0; r < R; r++) rest[REST ? r : 0].load_last(block[r] + chunks * Raw::CHUNK, row, q, n_rest);
+    wait_for_inputs();  // whoever has waited already goes on at once
 #pragma unroll 1
     for (int start = 0; start < chunks; start += SLOTS) {
 #pragma unroll
@@ -191,9 +246,11 @@ DEVICE void multiply(const u8 *const (&block)[R], int K, const Columns<T> &x, co
         }
     }
     if constexpr (E * P > 1) {
-        u32 at = opaque(chunks * Raw::CHUNK);
+        u32 at = opaque(chunks * Raw::CHUNK + (n_rest > 0 ? Raw::STEP : 0));
+        if constexpr (REST)
+            if (q * P / 8 < n_rest) add_step<F, R, T>(rest, 0, q, chunks * E * STEP_VALUES, x, table, lanes);
 #pragma unroll 1
-        for (int b = chunks * E * P; b < blocks; b += P) {
+        for (int b = chunks * E * P + n_rest; b < blocks; b += P) {
             int n = blocks - b < P ? blocks - b : P;
             if (q * P / 8 < n) {
                 Raw now[R];
@@ -205,29 +262,7 @@ DEVICE void multiply(const u8 *const (&block)[R], int K, const Columns<T> &x, co
         }
         __syncwarp();
     }
-    // The fixed tree over 16 lanes: distances 8, 4 and 2 join threads, 1 the two lanes of a thread.
-#pragma unroll
-    for (int r = 0; r < R; r++)
-#pragma unroll
-        for (int t = 0; t < T; t++) {
-#pragma unroll
-            for (int half = 4; half; half >>= 1)
-#pragma unroll
-                for (int j = 0; j < 2; j++) {
-                    float other = __shfl_xor_sync(ALL_LANES, lanes.v[r][t][j], half);
-                    lanes.v[r][t][j] = add32(lanes.v[r][t][j], other);
-                }
-            float sum = add32(lanes.v[r][t][0], lanes.v[r][t][1]);
-            if constexpr (F::MINIMUM != 0) {
-                float m = lanes.m[t];
-                m = add32(m, __shfl_xor_sync(ALL_LANES, m, 4));
-                m = add32(m, __shfl_xor_sync(ALL_LANES, m, 2));
-                float other = __shfl_xor_sync(ALL_LANES, m, 1);
-                m = (q & 1) == r ? m : other;
-                sum = F::MINIMUM > 0 ? add32(sum, m) : sub32(sum, m);
-            }
-            y[r][t] = add32(sum, 0.f);
-        }
+    lanes.template sums<F>(q, y);
 }
 
 // Bytes of a row block: four rows, rounded up to 16.

@@ -33,7 +33,7 @@ struct IQ4_XS {
         u32 at = x.row[t] + first;
         const i8 *codes = x.codes + at + 32 * (q >> 1) + 8 * (q & 1);
         return {{codes8(codes), codes8(codes + 128)}, {codes8(codes + 16), codes8(codes + 144)},
-                __ldg(x.scales + (at >> 8))};
+                x.scales[at >> 8]};
     }
     template <class V>
     DEVICE static void dot(const Step &s, const X &x, V (&v)[2]) {

@@ -88,7 +88,7 @@ DEVICE Columns<T> columns_of(const Quantised &x, const int (&entry)[T], int shar
 template <class F, int T, int M>
 struct Depth {
     static const int BYTES = sizeof(typename F::Raw);
-    static const int MANY = BYTES > 40 ? 1 : BYTES > 24 ? 2 : 3;
+    static const int MANY = F::Raw::LOADED > 40 ? 1 : 2;
     static const int VALUE = M == 1 ? MANY : T == 1 ? (BYTES > 24 ? 1 : 2) : BYTES > 24 ? 0 : 1;
 };
 
@@ -130,8 +130,8 @@ DEVICE void finish_hidden(const float (&out)[2][T], const int (&entry)[T], int n
 }
 
 template <class F, int T, int M>
-DEVICE void rows_of_block(const u8 *weights, Group &g, const Quantised &x, int share, const u32 *table, float *y,
-                          i64 y_stride, int rows, int K, const Hidden &h, float (*columns)[32]) {
+DEVICE void rows_of_block(const u8 *weights, bool dense, Group &g, const Quantised &x, int share,
+                          const u32 *table, float *y, i64 y_stride, int rows, int K, const Hidden &h, float (*columns)[32]) {
     int lane = threadIdx.x & 31, q = lane & 7, warp = blockIdx.y * (blockDim.x >> 5) + (threadIdx.x >> 5);
     int first = h.codes ? warp : 2 * warp, last = (rows - 1) >> 2;
     int entry[T];
@@ -141,6 +141,11 @@ DEVICE void rows_of_block(const u8 *weights, Group &g, const Quantised &x, int s
     const u8 *other = h.codes ? h.up + first * bytes : weights + min(first + 1, last) * bytes;
     const u8 *block[2] = {weights + first * bytes, other};
     float out[2][T];
+    if (dense && (M == 1 || F::ENTRIES == 0)) {
+        u32 n = block[1] - block[0] == bytes ? 2 * bytes : bytes;
+        bring_early(block[0], n, lane, 32);
+        if (h.codes) bring_early(block[1], bytes, lane, 32);
+    }
     multiply<F, 2, T, Depth<F, T, M>::VALUE>(block, K, columns_of(x, entry, share, K), table, out);
     again.have = opaque(again.have);  // found again rather than kept: registers are what limits four columns
     int n = again.next<T>(entry);
@@ -157,6 +162,21 @@ DEVICE void rows_of_block(const u8 *weights, Group &g, const Quantised &x, int s
     }
 }
 
+// Where the matrix of a block's expert lies, by words that may still change; null if it has none.
+DEVICE const u8 *likely_matrix(const u8 *weights, i64 stride, const u64 *addresses, int part, const int *ids,
+                               const int *jobs) {
+    if (!CAN_START_EARLY) return nullptr;
+    int entry = blockIdx.x;
+    if (jobs) {
+        if (entry >= peek(jobs)) return nullptr;
+        entry = peek(jobs + 1 + entry) & 0xffff;
+    }
+    int e = peek(ids + entry);
+    if (!addresses) return weights + e * stride;
+    const int *words = (const int *)(addresses + 3 * e + part);
+    return (const u8 *)((u64)(u32)peek(words) | (u64)(u32)peek(words + 1) << 32);
+}
+
 // y[entry][row] = matrix times x; a warp takes eight rows. Or, with h_codes, gate (the matrix) and up, SwiGLU and the
 // quantiser; a block of 256 threads takes 32 rows.
 //
@@ -164,7 +184,7 @@ DEVICE void rows_of_block(const u8 *weights, Group &g, const Quantised &x, int s
 // matrices of expert e lie at addresses[3 e + part] (up one further), or `stride` bytes apart. x has a row for `share`
 // entries.
 template <class F, int M>
-__global__ void __launch_bounds__(256, 2)
+STARTS_EARLY __global__ void __launch_bounds__(256, M == 1 && F::VALUES == 32 && F::MINIMUM == 0 && F::Raw::LOADED <= 20 ? 3 : 2)
 product(const u8 *weights, const u8 *up, const u64 *addresses, int part, i64 stride, const int *ids,
         const u8 *decisions, int take, const int *jobs, int columns, int share, const i8 *codes, const float *scales, const int *sums,
         float *y, i64 y_stride, int rows, int K, i8 *h_codes, float *h_scales, int *h_sums, const float *factors,
@@ -172,31 +192,51 @@ product(const u8 *weights, const u8 *up, const u64 *addresses, int part, i64 str
     __shared__ uint4 space[F::TABLE / 4 + !F::TABLE];
     __shared__ float hidden[M][32];
     u32 *table = (u32 *)space;
-    Group g = ids ? Group::of_expert<M>(ids, decisions, take, jobs, columns) : Group::dense<M>(columns);
-    if (!g.have) {
-        // Entries computed elsewhere get zeros, so that what follows meets no garbage.
-        if (ids && !jobs && !h_codes && !Group::taken(decisions, take, g.mine)) {
-            int row = blockIdx.y * (blockDim.x / 4) + threadIdx.x;
-            if (threadIdx.x < blockDim.x / 4 && row < rows) y[g.mine * y_stride + row] = 0.f;
+    Group g;
+    if (ids) {
+        // The kernel in front of a down product starts after the router, so that the experts are most likely known.
+        if (M == 1 && !h_codes) {
+            size_t bytes = row_block_bytes<F>(K);
+            int first = 2 * (blockIdx.y * (blockDim.x >> 5) + (threadIdx.x >> 5)), blocks = ((rows + 3) >> 2) - first;
+            const u8 *matrix = blocks > 0 ? likely_matrix(weights, stride, addresses, part, ids, jobs) : nullptr;
+            if (matrix) bring_early(matrix + first * bytes, (blocks < 2 ? 1 : 2) * (u32)bytes, threadIdx.x & 31, 32);
         }
-        return;
-    }
-    if (addresses) {
-        weights = (const u8 *)addresses[3 * g.expert + part];
-        if (h_codes) up = (const u8 *)addresses[3 * g.expert + part + 1];
+        wait_for_inputs();
+        let_next_start();
+        g = Group::of_expert<M>(ids, decisions, take, jobs, columns);
+        if (!g.have) {
+            // Entries computed elsewhere get zeros, so that what follows meets no garbage.
+            if (!jobs && !h_codes && !Group::taken(decisions, take, g.mine)) {
+                int row = blockIdx.y * (blockDim.x / 4) + threadIdx.x;
+                if (threadIdx.x < blockDim.x / 4 && row < rows) y[g.mine * y_stride + row] = 0.f;
+            }
+            return;
+        }
+        if (addresses) {
+            weights = (const u8 *)addresses[3 * g.expert + part];
+            if (h_codes) up = (const u8 *)addresses[3 * g.expert + part + 1];
+        } else {
+            weights += g.expert * stride;
+            up += g.expert * stride;
+        }
     } else {
-        weights += g.expert * stride;
-        up += g.expert * stride;
+        let_next_start();
+        g = Group::dense<M>(columns);
     }
     stage<F>(table);
-    if (!h_codes && (blockIdx.y * (blockDim.x >> 5) + (threadIdx.x >> 5)) * 8 >= rows) return;
+    const bool LATE = M == 1 || F::ENTRIES == 0;  // grid formats have no registers left to wait behind the first loads
+    if (!LATE) wait_for_inputs();
+    if (!h_codes && (blockIdx.y * (blockDim.x >> 5) + (threadIdx.x >> 5)) * 8 >= rows) {
+        if (LATE) wait_for_inputs();
+        return;
+    }
     Quantised x = {codes, scales, sums};
     Hidden h = {up, h_codes, h_scales, h_sums, factors, experts, error, where};
     int n = __popc(g.have);
     if (M == 1 || n == 1)
-        rows_of_block<F, 1, M>(weights, g, x, share, table, y, y_stride, rows, K, h, hidden);
+        rows_of_block<F, 1, M>(weights, !ids, g, x, share, table, y, y_stride, rows, K, h, hidden);
     else if (n == 2)
-        rows_of_block<F, M == 1 ? 1 : 2, M>(weights, g, x, share, table, y, y_stride, rows, K, h, hidden);
+        rows_of_block<F, M == 1 ? 1 : 2, M>(weights, !ids, g, x, share, table, y, y_stride, rows, K, h, hidden);
     else
-        rows_of_block<F, M, M>(weights, g, x, share, table, y, y_stride, rows, K, h, hidden);
+        rows_of_block<F, M, M>(weights, !ids, g, x, share, table, y, y_stride, rows, K, h, hidden);
 }

@@ -1,5 +1,5 @@
 // Products of one input with up to five dense matrices of different formats as one launch: the bits of `product` and
-// `float_gemv`. A warp takes a unit of one matrix, eight rows of a quantised one or one row of a float one, so small
+// `float_gemv`. A warp takes a unit of one matrix, eight rows of a quantised one or two rows of a float one, so small
 // matrices fill processors that large ones leave idle, and nothing waits for a fork.
 #include "float_rows.cuh"
 #include "gemv/iq4_xs.cuh"
@@ -22,7 +22,7 @@ struct Part {
 
 // Which matrix a unit belongs to; w null behind the last one.
 DEVICE Part part_of(int unit, PARTS) {
-    auto units = [](int rows, int kind) { return kind < FIRST_FORMAT ? rows : (rows + 7) >> 3; };
+    auto units = [](int rows, int kind) { return kind < FIRST_FORMAT ? (rows + 1) >> 1 : (rows + 7) >> 3; };
     int n = units(n0, k0);
     if (unit < n) return {w0, y0, n0, k0, unit};
     unit -= n, n = units(n1, k1);
@@ -45,6 +45,7 @@ DEVICE void quantised_unit(const Part &p, const Quantised &x, int from, int n, i
 #pragma unroll
     for (int t = 0; t < T; t++) columns.row[t] = (u32)(from + (t < n ? t : n - 1)) * (u32)K;
     float out[2][T];
+    bring_early(block[0], (block[1] > block[0] ? 2 : 1) * (u32)bytes, lane, 32);
     multiply<F, 2, T, Depth<F, T, M>::VALUE>(block, K, columns, nullptr, out);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -65,27 +66,36 @@ DEVICE void quantised_columns(const Part &p, const Quantised &x, int from, int n
 template <int T>
 DEVICE void float_unit(const Part &p, const float *x, int from, int n, int K) {
     int t = threadIdx.x & 31, lanes = lanes_of(K, 256);
-    float acc[T][8];
+    bring_rows(p.kind, p.w, 2 * p.unit, 2 * p.unit + 1 < p.rows ? 2 : 1, K, t, 32);
+    wait_for_inputs();
+#pragma unroll 1
+    for (int row = 2 * p.unit; row < p.rows && row < 2 * p.unit + 2; row++) {
+        float acc[T][8];
 #pragma unroll
-    for (int c = 0; c < T; c++)
+        for (int c = 0; c < T; c++)
 #pragma unroll
-        for (int j = 0; j < 8; j++) acc[c][j] = 0.f;
-    if (8 * t < lanes) chains_of<8, T>(p.kind, p.w, p.unit, x + (size_t)from * K, n, K, 8 * t, lanes, acc);
+            for (int j = 0; j < 8; j++) acc[c][j] = 0.f;
+        if (8 * t < lanes) chains_of<8, T>(p.kind, p.w, row, x + (size_t)from * K, n, K, 8 * t, lanes, acc);
 #pragma unroll
-    for (int c = 0; c < T; c++) {
-        float s = add32(tree_of_eights(acc[c]), 0.f);
-        if (t == 0 && c < n) p.y[(size_t)(from + c) * p.rows + p.unit] = s;
+        for (int c = 0; c < T; c++) {
+            float s = add32(tree_of_eights(acc[c]), 0.f);
+            if (t == 0 && c < n) p.y[(size_t)(from + c) * p.rows + row] = s;
+        }
     }
 }
 
 // x (columns, K) as float32 and in groups of 256 and 32, where a matrix wants them. Grid: (columns / M, units / warps).
 template <int M>
-__global__ void __launch_bounds__(256, 2)
+STARTS_EARLY __global__ void __launch_bounds__(256, 2)
 mixed(const float *x, int columns, int K, const i8 *codes256, const float *scales256, const int *sums256,
       const i8 *codes32, const float *scales32, const int *sums32, PARTS) {
+    let_next_start();
     Part p = part_of(blockIdx.y * (blockDim.x >> 5) + (threadIdx.x >> 5), w0, y0, n0, k0, w1, y1, n1, k1, w2, y2, n2, k2,
                      w3, y3, n3, k3, w4, y4, n4, k4);
-    if (!p.w) return;
+    if (!p.w) {
+        wait_for_inputs();
+        return;
+    }
     int from = blockIdx.x * M, n = columns - from < M ? columns - from : M;
     Quantised wide = {codes256, scales256, sums256}, narrow = {codes32, scales32, sums32};
     if (p.kind < FIRST_FORMAT) {

@@ -17,8 +17,9 @@ MOST_MATRICES = 5
 FLOATS = ("F32", "F16", "BF16")
 KINDS = {name: i for i, name in enumerate((*FLOATS, "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "Q8_0"))}
 """Formats that the kernel is compiled for, by its numbers: those of attention in releases."""
-UNIT_ROWS = 8
-"""Rows of a quantised matrix that a warp takes; of a float one it takes one."""
+UNIT_ROWS, FLOAT_UNIT_ROWS = 8, 2
+"""Rows of a quantised matrix that a warp takes, and of a float one. With two of these all warps of a delta-rule layer's
+widest product have room on 132 processors at once."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,9 @@ class Part:
     rows: int
     y: int
 
-    @property
-    def units(self) -> int:
-        return -(-self.rows // UNIT_ROWS) if self.format.group else self.rows
+    def units(self, float_rows: int = FLOAT_UNIT_ROWS) -> int:
+        """Warps that it takes."""
+        return -(-self.rows // (UNIT_ROWS if self.format.group else float_rows))
 
 
 def mixed(x: int, T: int, K: int, quantised: dict[int, Activations], parts: list[Part]) -> list[Launch]:
@@ -60,7 +61,7 @@ def mixed(x: int, T: int, K: int, quantised: dict[int, Activations], parts: list
     for p in parts:
         words += [pointer(p.address), pointer(p.y), i32(p.rows), i32(KINDS[p.format.name])]
     words += [pointer(0), pointer(0), i32(0), i32(0)] * (MOST_MATRICES - len(parts))
-    M, units, warps = COLUMNS[0] if T == 1 else COLUMNS[1], sum(p.units for p in parts), 8
+    M, units, warps = COLUMNS[0] if T == 1 else COLUMNS[1], sum(p.units() for p in parts), 8
     while warps > 1 and -(-units // warps) < BLOCKS_WANTED:
         warps //= 2
     grid = (-(-T // M), -(-units // warps))

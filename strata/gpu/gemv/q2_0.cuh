@@ -24,8 +24,8 @@ struct Q2_0 : Runs<64, 32, 0, 0> {
     template <int T>
     DEVICE static X read(const Columns<T> &x, int t, u32 first, int q) {
         u32 at = x.row[t] + first + 32 * q;
-        int2 sum = __ldg((const int2 *)(x.sums + (at >> 4)));
-        return {{codes16(x.codes + at), codes16(x.codes + at + 16)}, __ldg(x.scales + (at >> 5)), {sum.x, sum.y}};
+        int2 sum = *(const int2 *)(x.sums + (at >> 4));
+        return {{codes16(x.codes + at), codes16(x.codes + at + 16)}, x.scales[at >> 5], {sum.x, sum.y}};
     }
     template <class V>
     DEVICE static void dot(const Step &s, const X &x, V (&v)[2]) {

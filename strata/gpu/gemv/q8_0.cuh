@@ -20,7 +20,7 @@ struct Q8_0 {
     template <int T>
     DEVICE static X read(const Columns<T> &x, int t, u32 first, int q) {
         u32 at = x.row[t] + first + 8 * q;
-        return {codes8(x.codes + at), __ldg(x.scales + (at >> 5))};
+        return {codes8(x.codes + at), x.scales[at >> 5]};
     }
     template <class V>
     DEVICE static void dot(const Step &s, const X &x, V (&v)[2]) {

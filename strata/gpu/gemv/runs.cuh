@@ -18,7 +18,7 @@ struct Runs {
     template <int T>
     DEVICE static X read(const Columns<T> &x, int t, u32 first, int q) {
         u32 at = x.row[t] + first + 32 * q;
-        return {{codes16(x.codes + at), codes16(x.codes + at + 16)}, __ldg(x.scales + at / GROUP)};
+        return {{codes16(x.codes + at), codes16(x.codes + at + 16)}, x.scales[at / GROUP]};
     }
     DEVICE static int run(const u32 *w, const uint4 &x, int start) {
         return dot4(w[3], x.w, dot4(w[2], x.z, dot4(w[1], x.y, dot4(w[0], x.x, start))));

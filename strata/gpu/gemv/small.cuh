@@ -10,7 +10,7 @@ struct Halves {
     struct Step {
         u32 low[2], high[2];
         float d;
-        Least<1> least;
+        Least<MINIMUM != 0> least;  // the minimum's scale, its bits
     };
     struct X {
         uint2 low, high;
@@ -21,9 +21,9 @@ struct Halves {
     DEVICE static X read(const Columns<T> &x, int t, u32 first, int q) {
         u32 block = x.row[t] + first + 32 * (q >> 1);
         const i8 *codes = x.codes + block + 8 * (q & 1);
-        X v = {codes8(codes), codes8(codes + 16), __ldg(x.scales + (block >> 5)), 0};
+        X v = {codes8(codes), codes8(codes + 16), x.scales[block >> 5], 0};
         if constexpr (MINIMUM != 0) {
-            int2 s = __ldg((const int2 *)(x.sums + (block >> 4)));
+            int2 s = *(const int2 *)(x.sums + (block >> 4));
             v.sum = s.x + s.y;
         }
         return v;
@@ -43,17 +43,30 @@ struct HalvesFrom : Halves<MINIMUM_> {
         v[1] = fma32(sum_of(dot4(s.high[1], x.high.y, dot4(s.low[1], x.low.y, START))), c, v[1]);
     }
     template <class V>
-    DEVICE static void add_minimum(const Least<1> &least, const typename Base::X &x, V &m) {
-        m = fma32(whole(WHOLE + x.sum), mul32(least.scale, x.d), m);
+    DEVICE static void add_minimum(const Least<1> &least, int, const typename Base::X &x, V &m) {
+        m = fma32(whole(WHOLE + x.sum), mul32(half_f32((u16)least.words[0]), x.d), m);
     }
 };
 
+// Zero, but the assembler does not know: a constant with it stays in a register, others are written anew for every use.
+DEVICE u32 unknown_zero() {
+#ifdef STRATA_ON_CPU
+    return 0;
+#else
+    u32 n;
+    asm("mov.u32 %0,%%dynamic_smem_size;" : "=r"(n));
+    return n >> 31;
+#endif
+}
+
 // A codebook of 16 bytes in four words: the bytes of nibbles 0..3 and 4..7 of w.
 DEVICE void look_up(u32 w, u32 c0, u32 c1, u32 c2, u32 c3, u32 &low, u32 &high) {
+    u32 zero = unknown_zero(), shift = 0x10000u ^ zero;
+    c0 ^= zero, c1 ^= zero, c2 ^= zero, c3 ^= zero;
     u32 index = w & 0x77777777u, side = (w >> 1 & 0x44444444u) | 0x32103210u;
-    low = __byte_perm(__byte_perm(c0, c1, index), __byte_perm(c2, c3, index), side);
-    index >>= 16;
-    high = __byte_perm(__byte_perm(c0, c1, index), __byte_perm(c2, c3, index), side >> 16);
+    low = permute(permute(c0, c1, index), permute(c2, c3, index), side);
+    index = high_product(index, shift), side = high_product(side, shift);  // shifts by 16 where permutes do not run
+    high = permute(permute(c0, c1, index), permute(c2, c3, index), side);
 }
 DEVICE void look_up_nl(u32 w, u32 &low, u32 &high) {
     look_up(w, 0xbfad9881u, 0xf6eaddcfu, 0x26190d01u, 0x71594535u, low, high);

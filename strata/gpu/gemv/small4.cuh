@@ -28,7 +28,7 @@ struct Q4_1 : HalvesFrom<WHOLE, 1> {
             s.high[j] = w >> 4 & 0x0f0f0f0fu;
         }
         s.d = half_of(raw.b, 2 * e);
-        s.least.scale = half_of(raw.b, 2 * e + 1);
+        s.least.words[0] = raw.b[e] >> 16;
         return s;
     }
 };
@@ -83,7 +83,7 @@ struct NVFP4 {
     template <int T>
     DEVICE static X read(const Columns<T> &x, int t, u32 first, int q) {
         u32 at = x.row[t] + first + 16 * q;
-        return {codes16(x.codes + at), __ldg(x.scales + (at >> 5))};
+        return {codes16(x.codes + at), x.scales[at >> 5]};
     }
     template <class V>
     DEVICE static void dot(const Step &s, const X &x, V (&v)[2]) {

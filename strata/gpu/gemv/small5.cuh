@@ -39,7 +39,7 @@ struct Q5_1 : HalvesFrom<WHOLE, 1> {
             s.high[j] = (w >> 4 & 0x0f0f0f0fu) | (fifth << (3 - 2 * j) & 0x10101010u);
         }
         s.d = half_of(raw.c, 2 * e);
-        s.least.scale = half_of(raw.c, 2 * e + 1);
+        s.least.words[0] = raw.c[e] >> 16;
         return s;
     }
 };

@@ -36,7 +36,7 @@ DEVICE void put_terms(const typename F::Raw (&raw)[2], int e, int step, int lane
         }
         if constexpr (F::MINIMUM != 0) {
             Term m;
-            F::add_minimum(least, values, m);
+            F::add_minimum(least, q, values, m);
             minima[((step * T + t) * SPLIT_ROWS + 4 * (q & 1) + row) * 4 + (q >> 1)] = make_float2(m.a, m.c);
         }
     }
@@ -77,6 +77,7 @@ DEVICE void split_rows(const u8 *weights, const Columns<T> &x, int n_columns, co
     if (warp < chunks)
 #pragma unroll
         for (int r = 0; r < 2; r++) ahead[r].load(block[r] + warp * Raw::CHUNK, lane >> 3, q);
+    wait_for_inputs();
 #pragma unroll 1
     for (int round = 0; round < chunks; round += warps) {
         int c = round + warp;
@@ -151,13 +152,16 @@ DEVICE Columns<T> columns_from(int from, int n, const i8 *codes, const float *sc
 
 // Grid: (columns / M, row tiles of eight); 4 to 8 warps, whose terms of a round fit into SPLIT_KILOBYTES.
 template <class F, int M>
-__global__ void __launch_bounds__(256, M == 1 && sizeof(typename F::Raw) <= 40 ? 3 : 2)
+STARTS_EARLY __global__ void __launch_bounds__(M == 1 ? 256 : 256 / F::Raw::STEPS, M == 1 ? (F::Raw::LOADED <= 28 ? 3 : 2) : 1 + F::Raw::STEPS)
 split(const u8 *weights, int columns, const i8 *codes, const float *scales, const int *sums, float *y, i64 y_stride,
       int rows, int K) {
     __shared__ float4 terms[SPLIT_KILOBYTES(M) * 64];
     __shared__ float2 minima[F::MINIMUM != 0 ? SPLIT_KILOBYTES(M) * 32 : 1];
     __shared__ float tail[SPLIT_ROWS * M];
     __shared__ uint4 space[F::TABLE / 4 + !F::TABLE];
+    let_next_start();
+    u32 bytes = row_block_bytes<F>(K), first = 2 * blockIdx.y;
+    bring_early(weights + (size_t)first * bytes, 4 * first + 4 < rows ? 2 * bytes : bytes, threadIdx.x, blockDim.x);
     u32 *table = (u32 *)space;
     stage<F>(table);
     int from = blockIdx.x * M, n = columns - from < M ? columns - from : M;

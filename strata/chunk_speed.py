@@ -1,0 +1,294 @@
+"""How fast a GPU reads chunks of a prompt, with experts in its memory or in the host's, beside what cannot be beaten.
+
+Routing is replayed: random weights would send all tokens to the same experts. Two floors are worked out from rates
+measured in the same run: bytes of experts over that of the link, operations over that of tensor cores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from strata.arch import architecture_of
+from strata.base.errors import need
+from strata.base.geometry import CELL_ROWS
+from strata.base.program import Op
+from strata.gpu.backend import GpuBackend
+from strata.gpu.chunk_lower import ChunkLowering
+from strata.gpu.device import COPY_STREAMS, Device, required_device
+from strata.gpu.expert_store import ExpertStore
+from strata.gpu.expert_stream import COPY, ExpertStream
+from strata.gpu.gemm.rate import BLOCK_OPERATIONS, tensor_rate
+from strata.gpu.prefill import Chunks
+from strata.gpu.prefill_ops import CHUNK_LOWERING
+from strata.gpu.slots import ExpertSlots
+from strata.gpu.speed import copy_blocks
+from strata.pack.experts import expert_layout
+from strata.pack.gguf_file import GgufFile
+from strata.pack.tensors import Tensors
+
+PLACES = ("resident", "ram")
+"""Where all experts are: in the device's memory, or in pinned memory of the host."""
+NOT_FIRST = (1, 2)
+RATE_BLOCKS, RATE_ROUNDS = 1056, 2000
+"""Of the tensor cores' measurement; eight blocks for each of 132 processors."""
+LINK_COPIES = 12
+
+
+@dataclass(frozen=True)
+class ChunkSpeed:
+    """Chunks of `rows` rows with experts at `where`; times in milliseconds, medians of repeats.
+
+    ms        of a chunk by the clock, the next chunk's n-gram rows aside; from least_ms to most_ms
+    host_ms   of it, until the host had queued everything
+    gpu_ms    the main stream between start and end without wait_ms, in which it waits for experts
+    copy_ms   the link is busy with experts, for copy_bytes
+    link_floor_ms, tensor_floor_ms   no chunk is faster than either
+    """
+
+    rows: int
+    where: str
+    ms: float
+    least_ms: float
+    most_ms: float
+    tokens_per_s: float
+    host_ms: float
+    gpu_ms: float
+    wait_ms: float
+    copy_ms: float
+    copy_bytes: int
+    operations: float
+    link_floor_ms: float
+    tensor_floor_ms: float
+
+    @property
+    def floor_share(self) -> float:
+        """Of the time, what the larger floor takes."""
+        return max(self.link_floor_ms, self.tensor_floor_ms) / self.ms
+
+
+@dataclass(frozen=True)
+class PrefillSpeed:
+    """link_gbps: copies of pinned memory. tensor_tops: int8 operations of tensor cores, 10^12 a second."""
+
+    device: str
+    layers: int
+    position: int
+    link_gbps: float
+    tensor_tops: float
+    chunks: tuple[ChunkSpeed, ...]
+
+    def record(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+
+@contextlib.contextmanager
+def open_chunks(
+    path: str | Path, context: int, kv: str, most_rows: int, places: Sequence[str], device: Device | None = None,
+    layers: int | None = None,
+) -> Iterator[GpuBackend]:  # fmt: skip
+    """A model's GPU backend that reads chunks of up to most_rows rows, its experts pinned in the host's memory and, for
+    "resident", in the device's too; it is closed at the end. layers: the first ones alone."""
+    device = device or required_device("a measurement of a GPU's speed")
+    with GgufFile(path) as gguf:
+        arch = architecture_of(gguf)
+        g = arch.read_geometry(gguf)
+        arch.check_contract(gguf, g)
+        if layers is not None:
+            ngram = g.ngram if g.ngram and g.ngram.layer < layers else None
+            g = replace(g, L=layers, kinds=g.kinds[:layers], ngram=ngram)
+        programs = arch.build_programs(g, -(-context // CELL_ROWS) * CELL_ROWS, kv, chunk_rows=most_rows)
+        experts = expert_layout(gguf, g.L)
+        slots = ExpertSlots(experts, [experts.E if "resident" in places else 0] * g.L, by_table=True)
+        store = ExpertStore(experts, gguf, device, "mapped" if device.registers_read_only else "pinned")
+        order = [(layer, e) for layer in range(g.L) for e in range(experts.E)]
+        backend = GpuBackend(Tensors(gguf), g, experts, programs, device, slots=slots, store=store, fill_order=order)
+        try:
+            yield backend
+        finally:
+            backend.close()
+
+
+# ---- rates and floors
+
+
+def link_rate(backend: GpuBackend, stream: ExpertStream) -> float:
+    """GB/s of copies of pinned experts into the ring, as large as a place or a tensor."""
+    device, store, p = backend.device, backend.store, backend.slots.experts.layers[0].projections[0]
+    source, n_bytes = int(store.addresses[0, 0, 0]), min(stream.stage_bytes, backend.slots.experts.E * p.n_bytes)
+    if not device.is_registered(source, n_bytes):
+        n_bytes = p.n_bytes
+    need(device.is_registered(source, n_bytes), "a link to measure", needed="experts in pinned memory")
+    device.synchronize()
+    for _ in range(2):  # once to warm up
+        begin = device.record(COPY, timed=True)
+        for _ in range(LINK_COPIES):
+            device.copy_in(stream.base, source, n_bytes, COPY)
+        end = device.record(COPY, timed=True)
+        device.wait(end)
+    return LINK_COPIES * n_bytes / device.elapsed_ms(begin, end) / 1e6
+
+
+def measured_tops(device: Device, blocks: int = RATE_BLOCKS, rounds: int = RATE_ROUNDS) -> float:
+    """10^12 int8 operations a second of tensor cores."""
+    launches = tensor_rate(blocks, rounds, device.alloc(4 * blocks))
+    device.run(launches)
+    begin = device.record(timed=True)
+    device.run(launches)
+    end = device.record(timed=True)
+    device.wait(end)
+    return blocks * rounds * BLOCK_OPERATIONS / device.elapsed_ms(begin, end) / 1e9
+
+
+def operations(backend: GpuBackend, rows: int) -> float:
+    """Multiplications and additions of a chunk's products with matrices; attention and the delta rule are left out."""
+    tensors, total = backend.weights.tensors, 0.0
+    for op in backend.programs.chunk.ops:
+        k = op.consts
+        if op.kind == "linear":
+            total += sum(k["rows"] * prod(tensors.info(op.buffers[f"w{i}"]).shape) for i in range(k["n"]))
+        elif op.kind == "experts":
+            total += 3 * k["D"] * (k["K"] * k["F"] + k["shared_width"])
+    return 2.0 * rows * total
+
+
+# ---- chunks
+
+
+@contextlib.contextmanager
+def _replayed(backend: GpuBackend, chunks: Chunks, ids: np.ndarray, stream: ExpertStream | None) -> Iterator[None]:
+    """Within the block, row t of every chunk asks for experts ids[t], (rows, L, K) int32, whatever the router says;
+    experts come by `stream`, or from their slots."""
+    device, g = backend.device, backend.geometry
+    need(ids.shape[1:] == (g.L, g.K), "replayed experts", found=ids.shape, needed=f"(rows, {g.L}, {g.K})")
+    of_layer = 4 * len(ids) * g.K
+    table = device.alloc(g.L * of_layer)
+    device.upload(table, np.ascontiguousarray(ids.transpose(1, 0, 2), np.int32))
+
+    def router(c: ChunkLowering, op: Op) -> None:
+        CHUNK_LOWERING["router"](c, op)
+        c.add(copy_blocks(table + op.layer * of_layer, c.at(op, "ids"), 4 * c.T * g.K))
+
+    before = chunks.table, chunks.stream, chunks._queues
+    chunks.table, chunks.stream, chunks._queues = CHUNK_LOWERING | {"router": router}, stream, {}
+    try:
+        yield
+    finally:
+        chunks.table, chunks.stream, chunks._queues = before
+
+
+class _Watch:
+    """Timed events of the stages of one chunk."""
+
+    def __init__(self, device: Device):
+        self._device, self.events = device, {}
+
+    def __call__(self, point: str, number: int) -> None:
+        stream = COPY if point in ("copies", "copied") else 0
+        self.events[point, number] = self._device.record(stream, timed=True)
+
+    def total_ms(self, first: str, second: str) -> float:
+        pairs = [(event, self.events[second, n]) for (point, n), event in self.events.items() if point == first]
+        return sum(self._device.elapsed_ms(*pair) for pair in pairs)
+
+
+@dataclass(frozen=True)
+class _Run:
+    ms: float
+    host_ms: float
+    gpu_ms: float
+    wait_ms: float
+    copy_ms: float
+
+
+def _run(backend: GpuBackend, chunks: Chunks, state: Any, tokens: np.ndarray, position: int) -> _Run:
+    """A chunk whose n-gram rows are known, as between the chunks of a long prompt."""
+    device, watch = backend.device, _Watch(backend.device)
+    if chunks.ngram_rows is not None:
+        chunks.ngram_rows.ahead(tokens, NOT_FIRST)
+    if chunks.stream is not None:
+        chunks.stream.watch = watch
+    try:
+        device.synchronize()
+        began, begin = time.perf_counter(), device.record(timed=True)
+        lowering = chunks.queue(tokens, NOT_FIRST, position)
+        queued, end = time.perf_counter(), device.record(timed=True)
+        device.synchronize()
+        ms = 1e3 * (time.perf_counter() - began)
+        for stream in COPY_STREAMS:
+            device.wait(device.record(stream))
+    finally:
+        if chunks.stream is not None:
+            chunks.stream.watch = None
+    backend._check(lowering, backend._error_word, position)
+    wait_ms = watch.total_ms("waits", "arrived")
+    gpu_ms = device.elapsed_ms(begin, end) - wait_ms
+    return _Run(ms, 1e3 * (queued - began), gpu_ms, wait_ms, watch.total_ms("copies", "copied"))
+
+
+def measure_chunks(
+    backend: GpuBackend,
+    ids: np.ndarray,
+    *,
+    rows: Sequence[int],
+    places: Sequence[str] = PLACES,
+    position: int = 0,
+    repeats: int = 5,
+    rate_rounds: int = RATE_ROUNDS,
+    progress: Callable[[int, int], None] | None = None,
+) -> PrefillSpeed:
+    """Measure chunks of these rows, of a session that has read `position` tokens.
+
+    ids       (most rows, L, K) int32, the experts of a chunk's tokens
+    places    of PLACES; "resident" first: its experts leave the slots for "ram"
+    progress  called with kinds of chunks measured and in all
+    BadArgument for rows or places that the backend does not have.
+    """
+    chunks, g, device = backend._chunks, backend.geometry, backend.device
+    need(chunks is not None and chunks.stream is not None, "chunks to measure", needed="a backend of open_chunks")
+    need(tuple(p for p in PLACES if p in places) == tuple(places), "places of experts", found=tuple(places),
+         needed=" then ".join(PLACES))  # fmt: skip
+    need(repeats >= 1 and max(rows) <= min(chunks.most_rows, len(ids)), "rows of a chunk", found=tuple(rows),
+         needed=f"at most {min(chunks.most_rows, len(ids))}")  # fmt: skip
+    stream, found, slots = chunks.stream, [], backend.slots
+    link_gbps, tensor_tops = link_rate(backend, stream), measured_tops(device, rounds=rate_rounds)
+    state = backend.new_state()
+    backend._bind(state)
+    tokens = np.random.default_rng(1).integers(0, g.V, max(rows)).astype(np.int32)
+    for where in places:
+        if where == "ram":
+            for layer in range(g.L):
+                for e in np.flatnonzero(slots.resident(layer)).tolist():
+                    slots.evict(layer, e)
+        need(where == "ram" or all(slots.resident(l).all() for l in range(g.L)), "experts on the device",
+             needed="all of them")  # fmt: skip
+        with _replayed(backend, chunks, ids, stream if where == "ram" else None):
+            for T in rows:
+                runs = [_run(backend, chunks, state, tokens[:T], position) for _ in range(1 + repeats)][1:]
+                n_bytes = stream.coming_bytes if where == "ram" else 0
+                found.append(_speed(runs, T, where, n_bytes, operations(backend, T), link_gbps, tensor_tops))
+                if progress is not None:
+                    progress(len(found), len(places) * len(rows))
+    return PrefillSpeed(device.name, g.L, position, link_gbps, tensor_tops, tuple(found))
+
+
+def _speed(
+    runs: list[_Run], T: int, where: str, n_bytes: int, ops: float, link_gbps: float, tensor_tops: float
+) -> ChunkSpeed:
+    names = ("ms", "host_ms", "gpu_ms", "wait_ms", "copy_ms")
+    ms, host_ms, gpu_ms, wait_ms, copy_ms = (statistics.median(getattr(r, name) for r in runs) for name in names)
+    return ChunkSpeed(
+        rows=T, where=where, ms=ms, least_ms=min(r.ms for r in runs), most_ms=max(r.ms for r in runs),
+        tokens_per_s=1e3 * T / ms, host_ms=host_ms, gpu_ms=gpu_ms, wait_ms=wait_ms, copy_ms=copy_ms,
+        copy_bytes=n_bytes, operations=ops, link_floor_ms=n_bytes / link_gbps / 1e6,
+        tensor_floor_ms=ops / tensor_tops / 1e9,
+    )  # fmt: skip
