@@ -4,9 +4,11 @@ Routing is replayed, since random weights would send all tokens to the same expe
 is swapped meanwhile. The parts are measured alone: windows whose experts are all hits, windows that the CPU serves
 alone, and windows whose experts all come over the link. What a window then should take is
 
-    serial + sum over layers of max(hits, link, CPU) + joins
+    serial + sum over layers of max(hits, link, CPU, RAM) + joins
 
-and what it takes beyond that is lost to running them side by side: memory that both read, and late starts.
+where RAM is what reading the experts of link and CPU takes at the rate of memory, which both share. What a window takes
+beyond that is lost to running them side by side, and to the fixed part of a request, which the parts alone spread over
+more experts.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from strata.base.errors import StrataError, need
 from strata.base.geometry import WINDOW_ROWS
 from strata.gpu_speed import TOKENS, replayed
 from strata.model import Model, load
+from strata.planner.probes import ram_read_gbps
 from strata.replay import uniform_ids
 from strata.runtime.expert_stats import ExpertStats
 from strata.runtime.orchestrator import Orchestrator, TieredBackend
@@ -31,6 +34,8 @@ from strata.runtime.orchestrator import Orchestrator, TieredBackend
 SHARES = (0.0, 0.25, 0.5, 0.75)
 REPLAYED_TOKENS = 1024
 WARM_UP = 4
+RAM_BYTES = 2 << 30
+"""Read to measure memory: far more than caches hold."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +75,13 @@ class Run:
 
 @dataclass(frozen=True)
 class ExpertsSpeed:
-    """runs: parts alone first. threads: of the CPU. layers; expert_bytes: mean."""
+    """runs: parts alone first. threads: of the CPU. layers; expert_bytes: mean. ram_gbps: what these threads read."""
 
     device: str
     threads: int
     layers: int
     expert_bytes: float
+    ram_gbps: float
     load_s: tuple[float, ...]
     runs: tuple[Run, ...]
 
@@ -122,8 +128,10 @@ def measure(
     alone = _Alone()
     with load(path, slots=0, **options) as model:
         load_s.append(model.load_seconds)
-        g, o = model.geometry, _orchestrator(model)
-        facts = (o.device.name, o.pool.threads, g.L, o.layout.total_bytes / (g.L * g.E))
+        g, o = model.geometry, orchestrator_of(model)
+        each, ram_gbps = o.layout.total_bytes / (g.L * g.E), ram_read_gbps(o.pool.threads, RAM_BYTES)
+        facts = (o.device.name, o.pool.threads, g.L, each, ram_gbps)
+        alone.ram = each / ram_gbps / 1e3
         table = uniform_ids(REPLAYED_TOKENS, g.L, g.E, g.K, seed)
         for share in (*shares, 1.0):
             runs.append(_run(model, table, "no slots", 0, share, rows, windows))
@@ -144,7 +152,8 @@ def measure(
     return ExpertsSpeed(*facts, tuple(load_s), bounded)
 
 
-def _orchestrator(model: Model) -> Orchestrator:
+def orchestrator_of(model: Model) -> Orchestrator:
+    """What shares a model's experts; StrataError if nothing does."""
     backend = model._backend
     if not isinstance(backend, TieredBackend):
         raise StrataError("this model's experts are not shared", found=model.plan.device, needed="a GPU")
@@ -152,7 +161,7 @@ def _orchestrator(model: Model) -> Orchestrator:
 
 
 def _run(model: Model, table: np.ndarray, name: str, slots: int, share: float, rows: int, windows: int) -> Run:
-    backend, g, o = model._backend, model.geometry, _orchestrator(model)
+    backend, g, o = model._backend, model.geometry, orchestrator_of(model)
     tokens = np.array([t % g.V for t in TOKENS[:rows]], np.int32)
     walls = []
     with model.session() as session, model.turn():
@@ -187,10 +196,11 @@ def _summary(s: ExpertStats, name: str, slots: int, share: float, rows: int, wal
 
 
 class _Alone:
-    """What parts take that run alone: us an expert of CPU, link and hits; serial us of a window; us of a join."""
+    """What parts take that run alone: us an expert of CPU, link and hits, and of memory for the first two; us of the
+    serial part, and of a join."""
 
     def __init__(self) -> None:
-        self.cpu = self.link = self.hits = self.serial = self.join = 0.0
+        self.ram = self.cpu = self.link = self.hits = self.serial = self.join = 0.0
 
     def learn(self, r: Run) -> None:
         if r.name == "no slots" and r.share == 0:
@@ -203,5 +213,6 @@ class _Alone:
 
 def _with_bound(r: Run, alone: _Alone) -> Run:
     """Every layer counts as the mean one: uniform routing makes them alike."""
-    branches = (r.hit_entries * alone.hits, r.link_experts * alone.link, r.cpu_experts * alone.cpu)
+    branches = (r.hit_entries * alone.hits, r.link_experts * alone.link, r.cpu_experts * alone.cpu,
+                (r.link_experts + r.cpu_experts) * alone.ram)  # fmt: skip
     return Run(**asdict(r) | {"bound_us": alone.serial + max(branches) + alone.join})

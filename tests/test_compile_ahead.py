@@ -1,4 +1,4 @@
-"""The second process of a first load: when it is started, what it compiles, that it ends."""
+"""The processes that help a first load: when they are started, what they compile, that they end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from strata.base.compiled import CFunction, is_kept
 from strata.base.errors import StrataError
 from strata.cpu.qsa_attend import qsa_attend
 from strata.runtime import compile_ahead
-from strata.runtime.compile_ahead import MODULES, compile_all, second_process
+from strata.runtime.compile_ahead import EXPERTS, MODULES, SAMPLING, compile_parts, second_process, shares
 
 
 class Process:
@@ -46,13 +46,33 @@ def test_a_cold_load_starts_one_that_ends(cold, cpu):
     with second_process(cpu) as finish:
         finish()
     (process,) = STARTED
-    assert process.command[1:] == ["-m", "strata.runtime.compile_ahead", *(["cpu"] if cpu else [])]
+    assert process.command[1:] == ["-m", "strata.runtime.compile_ahead", SAMPLING, *(MODULES if cpu else ())]
     root = process.env["PYTHONPATH"].split(os.pathsep)[0]
     assert os.path.isdir(os.path.join(root, "strata")) and set(process.streams.values()) == {subprocess.DEVNULL}
     assert process.done == ["wait", "kill", "wait"]
     with pytest.raises(StrataError), second_process(cpu):
         raise StrataError("the load failed")
     assert STARTED[1].done == ["kill", "wait"]
+
+
+@pytest.mark.parametrize("cores, started", [(3, 2), (5, 4), (64, 4)])
+def test_more_cores_more_processes(cold, monkeypatch, cores, started):
+    """Everything is compiled by one of them, and by one alone; where only sampling is left, one is enough."""
+    monkeypatch.setattr(compile_ahead, "usable_cores", lambda facts: cores)
+    with second_process(True) as finish:
+        finish()
+    dealt = [part for process in STARTED for part in process.command[3:]]
+    assert len(STARTED) == started and sorted(dealt) == sorted([SAMPLING, *MODULES, *EXPERTS])
+    assert all(process.done == ["wait", "kill", "wait"] for process in STARTED)
+    STARTED.clear()
+    with second_process(False):
+        pass
+    assert [process.command[3:] for process in STARTED] == [[SAMPLING]]
+
+
+def test_long_parts_are_in_different_shares():
+    first = [share[0] for share in shares(True, 4)]
+    assert first == [SAMPLING, "gated_delta", "qsa_attend", "expert_jobs"]
 
 
 def test_where_none_helps_none_is_started(cold, monkeypatch):
@@ -79,11 +99,12 @@ def _fails(*command, **options):
 def test_it_compiles_the_steps_of_its_modules(monkeypatch):
     touched = []
     monkeypatch.setattr(CFunction, "address", property(lambda self: touched.append(self.__qualname__)))
-    compile_all(cpu=False)
+    compile_parts([SAMPLING])
     assert touched == []
-    compile_all(cpu=True)
-    assert {"qsa_attend", "qsa_select", "qsa_append", "qsa_index", "gdn_commit", "ngram_mix"} <= set(touched)
-    assert len(touched) == len(set(touched)) >= len(MODULES)
+    compile_parts([*MODULES, *EXPERTS])
+    assert {"experts_chunk", "qsa_attend", "qsa_select", "qsa_append", "qsa_index", "gdn_commit"} <= set(touched)
+    assert {"experts", "ngram_mix"} <= set(touched)
+    assert len(touched) == len(set(touched)) >= len(MODULES) + len(EXPERTS)
 
 
 def _never_compiled(a):

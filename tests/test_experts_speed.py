@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 from typer.testing import CliRunner
 
-from strata import experts_speed
+from strata import capped_experts, experts_speed
 from strata.base.errors import BadArgument, StrataError
 from strata.cli import app
-from strata.cli.bench.experts import lines
+from strata.cli.bench.experts import capped_lines, lines
 from strata.cli.experts_text import expert_lines
 from strata.experts_speed import measure
 from strata.measure import Speed
-from tests.gpu.run_on_cpu import needs_compiler
+from tests.gpu.run_on_cpu import ON_DEVICE, needs_compiler
 from tests.gpu.shared_model import E, K, L, answer, load, nothing_is_left, patch, path
 
 __all__ = ["nothing_is_left", "patch", "path"]
@@ -25,6 +26,7 @@ pytestmark = needs_compiler
 def speed(path, patch):
     with pytest.MonkeyPatch.context() as quick:
         quick.setattr(experts_speed, "WARM_UP", 1)
+        quick.setattr(experts_speed, "RAM_BYTES", 1 << 22)
         return measure(path, windows=2, shares=(0.0, 0.5), threads=1, context=256)
 
 
@@ -57,6 +59,8 @@ def test_the_bound_of_parts():
                               **(none | {"hit_entries": 4, "link_experts": 2, "cpu_experts": 4}))  # fmt: skip
     found = experts_speed._with_bound(mixed, alone)
     assert found.bound_us == 90 + 80 + 7 and found.beyond_bound == pytest.approx(1 - 177 / 200)
+    alone.ram = 15.0
+    assert experts_speed._with_bound(mixed, alone).bound_us == 90 + 90 + 7, "memory that both read"
 
 
 def test_bad_requests_are_refused(path, patch):
@@ -97,3 +101,68 @@ def test_commands_take_these_options(path, patch):
         helped = runner.invoke(app, [*verb, "--help"]).output
         assert all(flag in helped for flag in ("--slots", "--experts", "--pcie-share", "--profile"))
     assert "--shares" in runner.invoke(app, ["bench", "experts", "--help"]).output
+
+
+# ---- few slots
+
+
+@pytest.fixture(scope="module")
+def told():
+    return []
+
+
+@pytest.fixture(scope="module")
+def capped(path, patch, told):
+    options = {"tokens": 10, "learnt": 20, "threads": 1, "context": 256, "busy": True}
+    return capped_experts.measure(path, 0.25, so_far=told.append, **options)
+
+
+def test_lines_come_as_they_are_found(capped, told):
+    """What was told stays as it is, and more follows."""
+    texts = [capped_lines(found) for found in told]
+    assert told[-1] == capped and len(texts[0]) == 4
+    for few, more in pairwise(texts):
+        assert len(few) < len(more) and more[: len(few)] == few
+
+
+def test_a_run_beside_a_busy_thread_ends_in_time(path, patch, monkeypatch):
+    """However slow it is. The command prints the report, every line once."""
+    monkeypatch.setattr(capped_experts, "BUSY_S", 1e-6)
+    options = ["--model", str(path), "--context", "256", "--device", "cuda", "--threads", "1", "-n", "3"]
+    done = CliRunner().invoke(app, ["bench", "experts", *options, "--fraction", "0.25", "--busy-python"])
+    text = done.stdout.splitlines()
+    assert done.exit_code == 0 and "3 tokens a run" in text[1], done.output
+    assert sum(line.endswith(" 1 tokens") for line in text) == 1 + len(capped_experts.INTERVALS)
+    assert [line.split()[0] for line in text if line][-4:] == ["simulated", "steady", "moving", "idle,"]
+    assert len(text) == len(set(text)) + text.count("") - 1
+
+
+def test_few_slots_static_and_following(capped):
+    assert [(r.routing, r.policy) for r in capped.runs] == [
+        ("steady", "static"), ("steady", "ours"), ("moving", "static"), ("moving", "ours")
+    ]  # fmt: skip
+    assert capped.slots == L * E // 4
+    for r in capped.runs:
+        assert r.tokens_per_s > 0 and 0 < r.hit_rate <= r.without < 1
+        assert sum(r.parts_us.values()) == pytest.approx(r.window_us)
+        assert r.copies_per_window == 0 or r.policy == "ours"  # whether a copy comes to pass is a matter of time
+        assert r.tokens == 10 and 1e6 / r.tokens_per_s == pytest.approx(r.window_us + r.other_us)
+
+
+def test_the_simulator_sees_the_same_routing(capped):
+    """Its static policy hits what static slots on the device hit."""
+    for sim, static in zip(capped.simulated, capped.runs[::2], strict=True):
+        found = {p.policy: p.hit_rate for p in sim.policies}
+        assert found["static"] == static.hit_rate < found["oracle"] and list(found) == list(capped_experts.SIMULATED)
+
+
+def test_what_is_told_of_few_slots(capped):
+    """That slots follow is what test_orchestrator.py shows; ten tokens of a fast card hide no copy."""
+    assert [b.interval_s for b in capped.busy] == [0.0, *capped_experts.INTERVALS]
+    assert capped.idle_cpu < 1 or not ON_DEVICE
+    text = capped_lines(capped)
+    assert len(text) == 4 + 4 + 2 + len(capped_experts.INTERVALS) + 2 + 2 + 1 and text[-1].startswith("idle")
+    assert sum("slower" in line for line in text) == len(capped_experts.INTERVALS)
+    assert json.dumps(capped.record())
+    with pytest.raises(BadArgument, match="fraction"):
+        capped_experts.measure("nothing.gguf", 1.0)

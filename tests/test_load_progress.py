@@ -114,7 +114,7 @@ def test_a_terminal_sees_one_line_that_changes(path, monkeypatch):
     assert lines[0] == "loading model.gguf"
     assert "loading model.gguf: compiling sampling" in lines
     assert any(re.fullmatch(r"loading model\.gguf: self-test [A-Z]\w+, \d+ of \d+", line) for line in lines)
-    assert flags._progress_text(LoadProgress(UPLOADING, 3 << 20, 5 << 30, "x")) == "uploading, 3 of 5,120 MiB"
+    assert flags.progress_text(LoadProgress(UPLOADING, 3 << 20, 5 << 30, "x")) == "uploading, 3 of 5,120 MiB"
 
 
 def test_no_terminal_sees_nothing(path):

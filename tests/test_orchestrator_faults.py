@@ -22,6 +22,7 @@ from tests.gpu.shared_model import PROMPT, answer, load, names, nothing_is_left,
 
 __all__ = ["nothing_is_left", "patch", "path"]
 pytestmark = needs_compiler
+TURNS = int(os.environ.get("STRATA_SOAK_TURNS", 100))
 shimmed = pytest.mark.skipif(ON_DEVICE, reason="needs a device that refuses and reports")
 
 
@@ -196,14 +197,49 @@ def test_soak_every_refusal_a_hundred_times(path, patch, monkeypatch):
     assert process.memory_info().rss - before < 64 << 20
 
 
+def held(process):
+    gc.collect()
+    return len(names()), process.num_fds(), process.memory_info().rss
+
+
 @pytest.mark.soak
 def test_soak_faults(path, patch, continued):
-    for turn in range(100):
-        with load(path, slots=4, pcie_share=0.5) as model:
-            answer(model, 2)
-            shared(model).hybrid.set_limit(0.05 if ON_DEVICE else 0.2)
-            shared(model).server.inject(("silence", "status")[turn % 2], after=turn % 3)
-            with pytest.raises(StrataError):
-                model._default.generate([*model._default.tokens, 5], max_tokens=3, ignore_eos=True)
+    """Each fault a hundred times; after each the same session answers as if nothing had been, and in the end threads,
+    files and memory are as they were."""
+    process = psutil.Process()
+    with load(path, slots=4, pcie_share=0.5) as model:
+        server, hybrid = shared(model).server, shared(model).hybrid
+        for turn in range(TURNS):
+            for fault in ("silence", "status"):
+                answer(model, 2)
+                session = model._default
+                before = session.tokens
+                hybrid.set_limit(0.03 if ON_DEVICE else 0.2)
+                server.inject(fault, after=turn % 2)
+                with pytest.raises(StrataError, match="no answer" if fault == "silence" else "a failure|no answer"):
+                    session.generate([*before, 5], max_tokens=1, ignore_eos=True)
+                hybrid.set_limit(10)
+                assert np.array_equal(session.tokens, before)
+                assert session.generate([*before, 5], max_tokens=2, ignore_eos=True).tokens == continued
+            stream = model._default.stream([*model._default.tokens, 5], max_tokens=8, ignore_eos=True)
+            next(stream)
+            stream.close()  # in the middle of an answer
+            if turn == TURNS // 10:
+                least = held(process)
+        most = held(process)
+    assert most[:2] == least[:2] and most[2] - least[2] < 8 << 20
 
 
+@pytest.mark.soak
+def test_soak_services_that_return(path, patch):
+    """A service that has ended is an error, a hundred times, and closing leaves nothing."""
+    process = psutil.Process()
+    for turn in range(TURNS):
+        with load(path, slots=4) as model:
+            shared(model).server.close()
+            with pytest.raises(StrataError, match="service"):
+                answer(model, 1)
+        if turn == TURNS // 10:
+            before = held(process)
+    after = held(process)
+    assert after[:2] == before[:2] and after[2] - before[2] < 32 << 20

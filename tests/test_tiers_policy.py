@@ -15,7 +15,6 @@ from strata.replay import skewed_ids
 from strata.runtime.simulate import ReplaySlots
 from strata.runtime.swaps import (
     SwapRules,
-    Usage,
     copy_budget_bytes,
     counted_profile,
     fill_order,
@@ -94,28 +93,6 @@ def test_the_thresholds_and_the_caps():
     for bad in ({"decay": 1.0}, {"every": 0}, {"least": 0.0}, {"link_share": 0.0}, {"long_weight": -1.0}):
         with pytest.raises(BadArgument):
             SwapRules(**bad)
-
-
-def test_usage_fades_once_an_adaptation_and_has_two_memories():
-    plain = Usage(1, 2, SwapRules(long_weight=0.0))
-    both = Usage(1, 2, SwapRules())
-    for usage in (plain, both):
-        usage.fresh[0] = 4, 0
-        usage.age()
-        usage.fresh[0] = 0, 1
-    assert plain.score().tolist() == [[np.float32(4) * np.float32(0.7), 1]]
-    extra = both.score() - plain.score()
-    assert extra[0] == pytest.approx([4 * 0.99 * 0.01 / 0.3, 0.01 / 0.3], rel=1e-5)
-    for _ in range(200):
-        plain.age()
-    assert (plain.score() == 0).all(), "what is forgotten is zero, not subnormal"
-    both.favour(np.array([[False, True]]))
-    assert both.score()[0, 1] > 1
-    steady = Usage(1, 1, SwapRules())
-    for _ in range(2000):
-        steady.fresh[:] = 3
-        steady.age()
-    assert steady._short[0, 0] == pytest.approx(7, rel=1e-3) and steady.score()[0, 0] == pytest.approx(16.9, rel=1e-2)
 
 
 @given(st.integers(1, 6), st.integers(1, 9), st.data())

@@ -1,8 +1,8 @@
 """Experts that VRAM does not hold: one object a model that joins slots, host memory, the CPU's service and the link.
 
 While a window runs the device decides for itself: hits from slots, a share over the link, the rest by the CPU. Between
-windows the host counts what was asked for, swaps what the slots hold, and publishes it before the next launch. It never
-waits for a copy, and nothing here changes a bit of any answer.
+windows the host counts what was asked for. While the next one runs it decides what the slots should hold and queues
+that behind the window. It never waits for a copy, and nothing here changes a bit of any answer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from strata.base.program import Allocation, Op, ProgramSet
 from strata.cpu.miss_server import MissServer
 from strata.cpu.pool import Pool
 from strata.cpu.weights import Weights
+from strata.gpu import chunk_products
 from strata.gpu.backend import GpuBackend
+from strata.gpu.chunk_lower import ChunkLowering
 from strata.gpu.device import Device
 from strata.gpu.download import blob_bytes, download_bytes
 from strata.gpu.expert_store import ExpertStore, arena_bytes
@@ -32,6 +34,7 @@ from strata.pack.experts import ExpertLayout
 from strata.pack.profile import ExpertProfile
 from strata.pack.tensors import Tensors
 from strata.runtime.expert_stats import ExpertStats
+from strata.runtime.loan import Loan
 from strata.runtime.swaps import SwapRules
 from strata.runtime.tiers import ExpertTiers
 
@@ -72,6 +75,8 @@ class Orchestrator:
     hybrid  the device's side and the service   slots, store  experts in VRAM and in host memory
     pool    threads of the service              tiers  residency; there from `begin` on
     stats   sums over windows                   device, layout, setup  as given
+    loan    slots for prefill chunks; there from `begin` on
+    beside_us  the host's own time while windows ran, sum
 
     Build it before the backend, which takes hybrid, slots and store; call `begin` when the backend is there. If the
     backend cannot be built: `quiet`, close the device, `close`.
@@ -81,11 +86,13 @@ class Orchestrator:
         self.device, self.layout, self.setup = device, layout, setup
         self.tiers: ExpertTiers | None = None
         self._expert_bytes = np.array([layout.blob_bytes(l) for l in range(layout.n_layers)], np.int64)
-        self.stats = ExpertStats(layout.n_layers, self._expert_bytes)
+        self._stats = ExpertStats(layout.n_layers, self._expert_bytes)
+        self._stamps: tuple[np.ndarray, float] | None = None
         self._gap_ms: float | None = None
         self._ended = self._began = 0.0
         self._rows = 0
-        self._torn = False
+        self._torn = self._due = False
+        self.beside_us = 0.0
         with ExitStack() as undo:
             self.slots = ExpertSlots(layout, setup.slots, by_table=True)
             self.store = ExpertStore(layout, tensors.gguf, device, setup.mode)
@@ -111,6 +118,17 @@ class Orchestrator:
         return self.store.device_table()
 
     @property
+    def stats(self) -> ExpertStats:
+        """Sums over all windows that went well."""
+        self._add_stamps()
+        return self._stats
+
+    def _add_stamps(self) -> None:
+        if self._stamps is not None:
+            self._stats.add(*self._stamps)
+            self._stamps = None
+
+    @property
     def server(self) -> MissServer:
         return self.hybrid.server
 
@@ -130,6 +148,7 @@ class Orchestrator:
             rules=setup.rules, exchange=exchange,
         )  # fmt: skip
         self.tiers.fill()
+        self.loan = Loan(self.tiers, self.slots.tail)
         if exchange is not None:
             self.store.settle(self.slots)
         self._tell_link()
@@ -145,6 +164,7 @@ class Orchestrator:
 
     def launched(self) -> None:
         """Before a window."""
+        self.loan.take_back()
         if self._torn:
             raise StrataError("an exchange of experts between VRAM and RAM was interrupted", needed="every expert in "
                               "one of them", advice="Load the model again.")  # fmt: skip
@@ -159,19 +179,39 @@ class Orchestrator:
         """After a window of T rows that went well; `committed` counts its routing."""
         self._ended = time.perf_counter()
         self._rows = T
-        self.stats.add(self.hybrid.stamps, (self._ended - self._began) * 1e6)
+        stamps = self.hybrid.stamps  # copied as bytes: numpy's copies of more give the interpreter's lock away
+        stamps = np.frombuffer(stamps.tobytes(), np.int64).reshape(stamps.shape)
+        self._stamps = stamps, (self._ended - self._began) * 1e6
 
     def committed(self, n_keep: int) -> None:
-        """After the commit of the last window: count it, and swap. Nothing is waited for but an exchange with RAM."""
+        """After the commit of the last window: count it. Swaps follow while the next window runs, but exchanges with
+        RAM, which the CPU reads then, are done now."""
         if self._rows:
             rows, self._rows = self._rows, 0
             self.tiers.observe(self.hybrid.routed(rows), n_keep)
             if self._gap_ms is not None:
                 self.tiers.hidden_ms = self._gap_ms * self.tiers.rules.every
-            self._torn = self.setup.mode == "resident"
+            self._due = self.setup.mode != "resident"
+            if not self._due:
+                self._torn = True
+                self.tiers.between_windows()
+                self._tell_link()
+                self._torn = False
+
+    def read_chunk(self, rows: int) -> None:
+        """After a chunk of a prompt: count what it asked for. The next windows' swaps follow it."""
+        self.tiers.observe_chunk(self.hybrid.chunk_counts(), rows)
+        self._due = self.setup.mode != "resident"
+
+    def running(self) -> None:
+        """While a window runs: swap, if one was counted since. Changes of the table are queued behind the window, and
+        copies wait for it; so it finds what it began with. The last window's stamps are summed, too."""
+        began = time.perf_counter()
+        self._add_stamps()
+        if self._due:
+            self._due = False
             self.tiers.between_windows()
-            self._tell_link()
-            self._torn = False
+        self.beside_us += (time.perf_counter() - began) * 1e6
 
     # ---- facts
 
@@ -233,6 +273,10 @@ class TieredBackend(GpuBackend):
             tensors, geometry, o.layout, programs, o.device, hybrid=o.hybrid, slots=o.slots, store=o.store, **options
         )
         o.begin()
+        if self._chunks is not None:
+            self._chunks.lower_with(self._counted)
+        if len(o.slots.tail):
+            self._chunks.borrow = o.loan.lend
         self.pool, self.threads = o.pool, o.pool.threads
 
     def window(
@@ -248,8 +292,25 @@ class TieredBackend(GpuBackend):
         if after_op is None:
             self.orchestrator.ended(len(tokens))
 
+    def _counted(self, c: ChunkLowering, op: Op) -> None:
+        """The experts op of a chunk, and how often it asks for each expert."""
+        chunk_products.lower_experts(c, op)
+        if op.layer < self.orchestrator.layout.n_layers:
+            self.hybrid.count_chunk(c, op)
+
+    def prefill(
+        self, state: DeviceState, tokens: np.ndarray, previous: tuple[int, int], following: np.ndarray | None = None
+    ) -> None:
+        """As `GpuBackend.prefill`; what the slots hold follows what prompts ask for, too."""
+        super().prefill(state, tokens, previous, following)
+        if self._chunks is not None:
+            self.orchestrator.read_chunk(len(tokens))
+
+    def meanwhile(self) -> None:
+        self.orchestrator.running()
+
     def commit(self, state: DeviceState, n_keep: int) -> None:
-        """As `GpuBackend.commit`; then what the slots hold follows what was asked for."""
+        """As `GpuBackend.commit`; what the slots hold follows what was asked for, while the next window runs."""
         super().commit(state, n_keep)
         self.orchestrator.committed(n_keep)
 
@@ -264,4 +325,3 @@ class TieredBackend(GpuBackend):
         """End service and threads, free device and host memory; a second call does nothing."""
         super().close()
         self.orchestrator.close()
-

@@ -12,6 +12,7 @@ import numpy as np
 
 from strata.base.errors import BadArgument, need
 from strata.pack.profile import ExpertProfile
+from strata.runtime import swap_choice as kernels
 
 FORGOTTEN = np.float32(2.0**-20)
 """Usage below this counts as none: subnormal numbers would slow down every later pass."""
@@ -41,7 +42,7 @@ class SwapRules:
     decay: float = 0.7
     link_share: float = 0.8
     long_decay: float = 0.99
-    long_weight: float = 1.0
+    long_weight: float = 4.0
     head_start: float = 30.0
 
     def __post_init__(self) -> None:
@@ -94,43 +95,49 @@ def plan_swaps(
     empty slots, then each the place of the coldest resident left, until one does not exceed it by `margin`. Of all
     layers the largest gains are kept: at most `most`, and as many in order as `budget_bytes` allow.
     """
-    L, E = usage.shape
-    bits = usage.view(np.int32).astype(np.int64)  # of floats from 0 on, the order of the bits is that of the values
-    index = np.arange(E, dtype=np.int64)
-    wanted = (usage >= np.float32(rules.least)) & ~resident
-    if not wanted.any():
-        none = np.zeros(0, np.int64)
-        return Swaps(none, none, none, np.zeros(0, np.float32))
-    columns = min(E, rules.most)  # no layer can give more swaps than all together may
-    candidates = np.sort(np.where(wanted, index - (bits << 16), _LAST), axis=1)[:, :columns]
-    coldest = np.sort(np.where(resident, (bits << 16) + index, _LAST), axis=1)[:, :columns]
-    n_wanted, n_resident = wanted.sum(axis=1), resident.sum(axis=1)
-    place = np.arange(columns)
-    free = place < empty[:, None]
-    pair = np.clip(place - empty[:, None], 0, columns - 1) if columns else free.astype(np.int64)
-    incoming = candidates & 0xFFFF
-    victims = np.where(free, -1, np.take_along_axis(coldest, pair, axis=1) & 0xFFFF)
-    rows = np.arange(L)[:, None]
-    real = place < n_wanted[:, None]
-    known = free | (place - empty[:, None] < n_resident[:, None])
-    comes = usage[rows, np.where(real, incoming, 0)]
-    goes = np.where(free | ~known, np.float32(0), usage[rows, np.where(known & ~free, victims, 0)])
-    take = real & known & (free | (comes >= goes + np.float32(rules.margin)))
-    layers, at = np.nonzero(take)
-    gains = (comes - goes)[layers, at]
-    best = np.argsort(-gains, kind="stable")[: rules.most]
-    fits = np.searchsorted(np.cumsum(expert_bytes[layers[best]], dtype=np.float64), budget_bytes, side="right")
-    best = best[:fits]
-    layers, at = layers[best], at[best]
-    return Swaps(layers, incoming[layers, at], victims[layers, at], gains[best])
+    return SwapChooser(*usage.shape, rules.most).choose(usage, resident, empty, expert_bytes, rules, budget_bytes)
+
+
+class SwapChooser:
+    """Scratch of `plan_swaps` for L layers of E experts and up to `most` swaps at once, made and compiled once."""
+
+    def __init__(self, L: int, E: int, most: int):
+        need(E <= 1 << 16, "experts of a layer", found=E, needed="at most 65536")
+        self._empty, self._bytes = np.zeros(L, np.int64), np.zeros(L, np.int64)
+        self._limits = np.zeros(2, np.int64)
+        self._keys = np.zeros((L, 2, E), np.int64)
+        self._cursors = np.zeros(L * (8 * kernels.CURSOR_WORDS + 4), np.uint8)
+        self._out = np.zeros((3, most), np.int64)
+        self._gains = np.zeros(most, np.float32)
+        self._words = np.zeros(kernels.WORDS, np.int64)
+        self._words[: kernels.FOUND] = (L, E, most, 0, 0, *(a.ctypes.data for a in (
+            self._empty, self._bytes, self._limits, self._keys, self._cursors)))  # fmt: skip
+        places = [row.ctypes.data for row in self._out]
+        self._words[kernels.OUT_LAYERS : kernels.SPARE] = *places, self._gains.ctypes.data
+        kernels.choose.address  # noqa: B018  compiles or loads from disk
+
+    def choose(
+        self, scores: np.ndarray, resident: np.ndarray, empty: np.ndarray, expert_bytes: np.ndarray, rules: SwapRules,
+        budget_bytes: float,
+    ) -> Swaps:  # fmt: skip
+        """See `plan_swaps`; the arrays returned are valid until the next call."""
+        self._empty[:], self._bytes[:] = empty, expert_bytes
+        self._limits[:1].view(np.float32)[:] = rules.least, rules.margin
+        self._limits[1] = min(max(budget_bytes, -1.0), float(1 << 62))
+        self._words[kernels.MOST] = min(rules.most, self._out.shape[1])
+        scores, held = np.ascontiguousarray(scores, np.float32), np.ascontiguousarray(resident).view(np.uint8)
+        self._words[kernels.SCORES], self._words[kernels.RESIDENT] = scores.ctypes.data, held.ctypes.data
+        kernels.choose.held(self._words.ctypes.data)
+        n = int(self._words[kernels.FOUND])
+        return Swaps(*(row[:n] for row in self._out), self._gains[:n])
 
 
 class Usage:
     """How much each expert is asked for: counts (L, E) float32 since the last adaptation, and two memories of them.
 
-    `score` is what swaps are planned by. With steady routing both memories have the same scale: the long one is
-    weighted by the ratio of their horizons. The short one follows a change of topic, the long one keeps experts that
-    are needed now and then from being thrown out by a few tokens.
+    `score` is what swaps are planned by. With steady routing the long memory counts `long_weight` times what the short
+    one does: it is weighted by the ratio of their horizons. The short one follows a change of topic, the long one keeps
+    experts that are needed now and then from being thrown out by a few tokens.
     """
 
     def __init__(self, L: int, E: int, rules: SwapRules):
@@ -138,26 +145,35 @@ class Usage:
         self.fresh = np.zeros((L, E), np.float32)
         self._short = np.zeros((L, E), np.float32)
         self._long = np.zeros((L, E), np.float32)
+        self._score = np.zeros((L, E), np.float32)
+        kernels.score.address, kernels.age.address  # noqa: B018  compiles or loads from disk
 
     def favour(self, resident: np.ndarray) -> None:
         """Give experts (L, E) bool, that a profile chose, their head start."""
         self._long[resident] += np.float32(self.rules.head_start)
 
     def score(self) -> np.ndarray:
-        """(L, E) float32."""
+        """(L, E) float32, valid until the next call."""
         r = self.rules
-        short = self._short + self.fresh
-        if r.long_weight == 0:
-            return short
-        return short + (self._long + self.fresh) * np.float32(r.long_weight * (1 - r.long_decay) / (1 - r.decay))
+        weight = np.array([r.long_weight * (1 - r.long_decay) / (1 - r.decay)], np.float32)
+        kernels.score.held(self.fresh.size, *self._places(), weight.ctypes.data, self._score.ctypes.data)
+        return self._score
+
+    def read(self, counts: np.ndarray, rows: int) -> None:
+        """Take in rows of a prompt, as if they had come one by one. counts (L, E): how often they asked for experts."""
+        times, usage = rows / self.rules.every, counts.astype(np.float32) * np.float32(self.rules.every / max(rows, 1))
+        for memory, decay in ((self._short, self.rules.decay), (self._long, self.rules.long_decay)):
+            kept = decay**times
+            memory *= np.float32(kept)
+            memory += usage * np.float32((1 - kept) * decay / (1 - decay))
 
     def age(self) -> None:
         """After an adaptation: take the counts in and let everything fade."""
-        for memory, decay in ((self._short, self.rules.decay), (self._long, self.rules.long_decay)):
-            memory += self.fresh
-            memory *= np.float32(decay)
-            memory[memory < FORGOTTEN] = 0
-        self.fresh[:] = 0
+        numbers = np.array([self.rules.decay, self.rules.long_decay, FORGOTTEN], np.float32)
+        kernels.age.held(self.fresh.size, *self._places(), numbers.ctypes.data)
+
+    def _places(self) -> tuple[int, int, int]:
+        return self.fresh.ctypes.data, self._short.ctypes.data, self._long.ctypes.data
 
 
 def fill_order(profile: ExpertProfile, n_slots: Sequence[int]) -> np.ndarray:

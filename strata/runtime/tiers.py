@@ -17,12 +17,12 @@ from strata.base.errors import BadArgument, StrataError, need
 from strata.cpu.machine_code import ld8, ld32, ld64, ldf32, st64, stf32
 from strata.pack.profile import ExpertProfile, write_profile
 from strata.runtime.swaps import (
+    SwapChooser,
     SwapRules,
     Usage,
     copy_budget_bytes,
     counted_profile,
     fill_order,
-    plan_swaps,
     tail_slots,
 )
 
@@ -142,7 +142,7 @@ class ExpertTiers:
         self._order = np.zeros((0, 3), np.int64) if profile is None else fill_order(profile, self.n_slots)
         self._in_flight: set[tuple[int, int]] = set()
         self._lent: list[tuple[int, int, int]] | None = None
-        self._all_layers = np.arange(L)
+        self._chooser = SwapChooser(L, E, self.rules.most)
         # An empty slot is better filled by any expert that was missed than left; nothing goes for it.
         self._filling = replace(self.rules, least=1.0, margin=float("inf"))
         self._tally = np.zeros(3, np.int64)
@@ -212,8 +212,8 @@ class ExpertTiers:
         ids = np.ascontiguousarray(layer_ids)
         _, T, K = ids.shape
         need(0 <= n_keep <= T, "rows to count are out of range", found=n_keep, needed=f"0 to {T}")
-        _count(ids.ctypes.data, L, T, K, n_keep, E, self.usage.fresh.ctypes.data, self.counts.ctypes.data,
-               self._resident.ctypes.data, self._tally.ctypes.data)  # fmt: skip
+        _count.held(ids.ctypes.data, L, T, K, n_keep, E, self.usage.fresh.ctypes.data, self.counts.ctypes.data,
+                    self._resident.ctypes.data, self._tally.ctypes.data)  # fmt: skip
         if self._tally[BAD]:
             self._tally[BAD] = 0
             bad = np.argwhere((ids < 0) | (ids >= E))[0].tolist()
@@ -222,6 +222,17 @@ class ExpertTiers:
         self._windows += 1
         self._since += 1
 
+    def observe_chunk(self, counts: np.ndarray, rows: int) -> None:
+        """Count a chunk of a prompt: int32 (L, E) entries of its rows. They are no lookups, and the next
+        `between_windows` may swap."""
+        L, E = self.counts.shape
+        if counts.shape != (L, E) or counts.dtype != np.int32 or rows < 1:
+            raise BadArgument("counts of a chunk", found=f"{counts.dtype} {counts.shape}, {rows} rows",
+                              needed=f"int32 ({L}, {E}), a row or more")  # fmt: skip
+        self.counts += counts
+        self.usage.read(counts, rows)
+        self._since = self.rules.every
+
     def between_windows(self) -> int:
         """Admit what has landed; every few windows decide what to swap, and begin to copy it. Waits only for an
         `exchange`. Returns the number of copies begun."""
@@ -229,21 +240,20 @@ class ExpertTiers:
         if self._lent is None and not self._in_flight:
             if self._since >= self.rules.every:
                 self._since = 0
-                begun = self._adapt(self.rules, self._all_layers)
+                begun = self._adapt(self.rules)
                 self.usage.age()
             elif self.profile is None and any(self._free):
-                begun = self._adapt(self._filling, np.flatnonzero([len(f) for f in self._free]))
+                begun = self._adapt(self._filling)
         if changed and not begun:
             self.slots.publish()
         return begun
 
-    def _adapt(self, rules: SwapRules, layers: np.ndarray) -> int:
-        """Plan swaps of the given layers and begin them; returns how many."""
-        empty = np.array([len(self._free[layer]) for layer in layers], np.int64)
+    def _adapt(self, rules: SwapRules) -> int:
+        """Plan swaps and begin them; returns how many."""
+        empty = [len(free) for free in self._free]
         budget = copy_budget_bytes(rules, self.link_gbps, self.hidden_ms) / (1 if self._exchange is None else 2)
-        swaps = plan_swaps(self.usage.score()[layers], self._resident[layers].view(bool), empty, self._bytes[layers],
-                           rules, budget)  # fmt: skip
-        moves = list(zip(layers[swaps.layers].tolist(), swaps.incoming.tolist(), swaps.victims.tolist(), strict=True))
+        swaps = self._chooser.choose(self.usage.score(), self._resident, empty, self._bytes, rules, budget)
+        moves = list(zip(swaps.layers.tolist(), swaps.incoming.tolist(), swaps.victims.tolist(), strict=True))
         if self._exchange is not None:
             return self._swap_in_ram(moves)
         for layer, _, victim in moves:
@@ -300,8 +310,9 @@ class ExpertTiers:
 
     # ---- lending
 
-    def lend(self, n_slots: int) -> np.ndarray:
-        """Empty the coldest slots for another use until `give_back`; returns (n, 2) int64 rows (layer, slot).
+    def lend(self, which: int | np.ndarray) -> np.ndarray:
+        """Empty slots for another use until `give_back`: that many of the coldest, or those of (n, 2) int64 rows
+        (layer, slot). Returns such rows.
 
         Waits for copies under way. Their experts are misses while they are lent, and nothing is swapped. BadArgument
         where RAM holds only what no slot holds: there an expert would be lost.
@@ -309,26 +320,30 @@ class ExpertTiers:
         need(self._exchange is None, "slots cannot be lent", found="RAM without a copy of what they hold",
              needed="all experts in RAM")  # fmt: skip
         need(self._lent is None, "slots are lent already", found=self.lent)
-        chosen = tail_slots(self.n_slots, self._order, n_slots)
+        chosen = which if isinstance(which, np.ndarray) else tail_slots(self.n_slots, self._order, which)
         self.settle()
         holds = {(int(layer), int(self._slot_of[layer, e])): int(e) for layer, e in np.argwhere(self._slot_of >= 0)}
-        self._lent = [(layer, holds.get((layer, slot), -1), slot) for layer, slot in chosen.tolist()]
-        for layer, expert, slot in self._lent:
+        self._lent = []
+        for layer, slot in chosen.tolist():
+            expert = holds.get((layer, slot), -1)
             if expert >= 0:
                 self._evict(layer, expert)
             self._free[layer].remove(slot)
+            self._lent.append((layer, expert, slot))
         self.slots.publish()
         return chosen
 
     def give_back(self) -> int:
         """End the loan: the experts that were there are copied back, and are hits once they have landed (`settle` waits
         for that). Returns how many; 0 when nothing is lent."""
-        lent, self._lent = self._lent or [], None
-        for layer, expert, slot in lent:
-            if expert >= 0:
+        for _ in range(self.lent):
+            layer, expert, slot = self._lent[0]
+            if expert >= 0 and self._slot_of[layer, expert] < 0:  # unless an interrupt came behind it
                 self._place(layer, expert, slot)
-            else:
+            elif expert < 0:
                 self._free[layer].append(slot)
+            del self._lent[0]
+        self._lent = None
         return len(self._in_flight)
 
     # ---- profile
