@@ -216,7 +216,7 @@ class Speed:
         """Decode n_tokens greedily; the prompt and the first token are not timed. Only a CPU backend can be profiled:
         of a device the whole of its time is inside the backend's entry points."""
         profile = profile and self.inner.name == "cpu"
-        shared = self.inner.orchestrator.stats if isinstance(self.inner, TieredBackend) else None
+        shared = self.inner.orchestrator if isinstance(self.inner, TieredBackend) else None
         self.state.clear()
         text = TimedText(TextStop(self.model.tokenizer, (), ()))
         generation = Generation(
@@ -228,7 +228,7 @@ class Speed:
         if profile:
             self.inner.profile(True)
         jobs = self._jobs
-        experts = shared and shared.copy()
+        experts = shared and shared.stats.copy()  # asked for each time: the last window's stamps are summed then
         backend_s, text_s = self.backend.clock.seconds, text.clock.seconds
         cpu_s, began = time.process_time(), time.perf_counter()
         for _ in stream:
@@ -249,7 +249,7 @@ class Speed:
             jobs=jobs,
             busy=cpu_s / wall_s,
             ops={kind: ns / 1e9 * us for kind, ns in op_ns.items()},
-            experts={} if shared is None else _window_parts(shared, experts, n_tokens),
+            experts={} if shared is None else _window_parts(shared.stats, experts, n_tokens),
         )
 
     def prefill(self, n_tokens: int) -> float:
