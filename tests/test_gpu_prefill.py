@@ -25,6 +25,7 @@ from strata.pack.experts import expert_layout
 from strata.pack.gguf_file import GgufFile
 from strata.pack.mtp_files import read_draft
 from strata.pack.tensors import Tensors
+from strata.runtime.session import SessionState
 from strata.spec.mtp import MtpDrafter
 from tests.canonical.call import assert_accurate, assert_same
 from tests.gpu.run_on_cpu import ON_DEVICE, needs_compiler
@@ -101,6 +102,17 @@ def test_chunks_are_close_to_windows(read, tiny_path):
 def test_a_cut_on_the_grid_changes_no_bit(read):
     assert_same(np.concatenate(read.half_streams), read.streams)
     assert read.halves.digest() == read.whole.digest()
+
+
+def test_a_checkpoint_of_whole_chunks_is_reused(read):
+    """Back to a checkpoint on the grid, after other tokens were read behind it: the bits of a prompt read in one go."""
+    session, tokens = SessionState(read.gpu, CELLS, checkpoints=1), read.tokens[:CHUNK]
+    session.read(tokens[:256], turn_starts=[256])
+    session.read(np.concatenate((tokens[:256], tokens[:4])))
+    assert session.rows == 260 and session.rewind(np.append(tokens, tokens[:1])) == 256
+    session.read(tokens)
+    assert_same(read.gpu.streams[:256], read.half_streams[1])
+    assert session.state.digest() == read.whole.digest()
 
 
 def test_heads_and_windows_after_a_chunk(read):

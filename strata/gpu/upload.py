@@ -236,7 +236,7 @@ class Uploader:
 
     def _issue(self) -> None:
         """Queue the oldest piece that is being filled on the device."""
-        piece, device = self._filling.popleft(), self._device
+        piece, device = self._filling[0], self._device  # an interrupt leaves it there, to be queued again
         for part in piece.filled:
             part.result()
         for copy in self._joined(piece.staged):
@@ -247,6 +247,7 @@ class Uploader:
             device.copy_in(*copy, WORK)
         device.run(piece.launches, WORK)
         self._under_way.append((piece.end, device.record(WORK), piece.sources))
+        self._filling.popleft()
         self._n_sent += 1
 
     def _joined(self, copies: list[tuple[int, int, int, int]]) -> Iterator[tuple[int, int, int]]:
