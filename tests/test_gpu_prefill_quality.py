@@ -67,7 +67,7 @@ def test_chunks_read_like_windows(model, val, kind, n):
 
 
 def test_any_cut_on_the_grid_gives_the_same_bits(model, val):
-    tokens = val["doc"][:5120].astype(np.int32)
+    tokens = val["code"][:TOKENS].astype(np.int32)
     state, backend = model._default._state, model._backend
     digests = []
     for rows in (backend.chunk_rows, 256, 1024):

@@ -158,6 +158,43 @@ def test_pinned_sources_are_not_bounced_and_others_are():
     up.close()
 
 
+@pytest.mark.parametrize("point", ["laid out", "filling", "filled", "copied", "recorded"])
+def test_an_interrupted_piece_is_sent_again(monkeypatch, point):
+    """Ctrl-C while a piece is closed, filled or queued: whoever waits for it later gets all of its bytes."""
+    device = new_device()
+    up = Uploader(device, ring_bytes=RING, threads=1)
+    data = np.random.default_rng(3).integers(1, 256, (2, RING // 8), dtype=np.uint8)
+    targets, calls = [device.alloc(RING // 8) for _ in data], []
+
+    def interrupt() -> None:
+        calls.append(point)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    def before(call):
+        return lambda *arguments: (interrupt(), call(*arguments))[1]
+
+    class Filled:
+        result = staticmethod(interrupt)
+
+    if point == "filled":
+        monkeypatch.setattr(up, "_fill", lambda bounced, fill=up._fill: [*fill(bounced), Filled()])
+    else:
+        name = {"laid out": "_relayouts", "filling": "_copy", "copied": "copy_in", "recorded": "record"}[point]
+        of = up if name[0] == "_" else device
+        monkeypatch.setattr(of, name, before(getattr(of, name)))
+    up.raw(targets[0], data[0])
+    first = up.mark()
+    with pytest.raises(KeyboardInterrupt):
+        up.send()
+    up.raw(targets[1], data[1])
+    up.wait(first)
+    np.testing.assert_array_equal(download(device, targets[0], data[0].size), data[0])
+    up.finish()
+    np.testing.assert_array_equal(download(device, targets[1], data[1].size), data[1])
+    up.close()
+
+
 def test_copies_do_not_reach_from_one_registration_into_the_next():
     device = HostDevice()
     up = Uploader(device, ring_bytes=RING)

@@ -81,8 +81,8 @@ class _Piece:
     sources: list[np.ndarray] = field(default_factory=list)
     """What the copies read in place, kept until they are done."""
     launches: list[Launch] = field(default_factory=list)
-    filled: list[Future] = field(default_factory=list)
-    """Threads at work on `bounced`."""
+    filled: list[Future] | None = None
+    """Threads at work on `bounced`; None: not begun."""
 
 
 class Uploader:
@@ -225,18 +225,22 @@ class Uploader:
 
     def _seal(self) -> None:
         """Close the open piece and have it filled; pieces before it leave."""
-        if self._open is None:
+        piece = self._open
+        if piece is None:
             return
-        piece, self._open = self._open, None
+        # An interrupt leaves the piece open, or in the queue, where what is missing is done again.
         piece.launches = self._relayouts(piece)
-        piece.filled = self._fill(piece.bounced)
         self._filling.append(piece)
+        self._open = None
+        piece.filled = self._fill(piece.bounced)
         while self._filling and (len(self._filling) > 1 or not self._filling[0].filled):
             self._issue()
 
     def _issue(self) -> None:
         """Queue the oldest piece that is being filled on the device."""
         piece, device = self._filling[0], self._device  # an interrupt leaves it there, to be queued again
+        if piece.filled is None:
+            piece.filled = self._fill(piece.bounced)
         for part in piece.filled:
             part.result()
         for copy in self._joined(piece.staged):
@@ -278,13 +282,13 @@ class Uploader:
             return []
         places = np.array([pair for group in groups.values() for pair in group], np.uint64).reshape(-1).view(np.uint8)
         at = piece.end % self._ring_bytes
-        self._taken = piece.end = piece.end + places.size
-        piece.bounced.append((places, at))
-        piece.staged.append((self._raw + at, self._bounce_at + at, places.size, 0))
         launches, listed = [], self._raw + at
         for (shape, rows), group in groups.items():
             launches += relayout_stack(shape.format, listed, len(group), rows, shape.K, shape.table, shape.field)
             listed += PLACES_BYTES * len(group)
+        self._taken = piece.end = piece.end + places.size
+        piece.bounced.append((places, at))
+        piece.staged.append((self._raw + at, self._bounce_at + at, places.size, 0))
         return launches
 
     def _fill(self, bounced: list[tuple[np.ndarray, int]]) -> list[Future]:
