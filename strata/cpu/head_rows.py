@@ -15,6 +15,7 @@ from numba import njit
 
 from strata.base.compiled import cached_njit
 from strata.base.errors import BadArgument, NotFinite, need
+from strata.base.heap import sift_down, sift_up
 from strata.base.window import CANDIDATES, SUMMARY_TOP, HeadRequest, HeadRows
 from strata.cpu.exp64 import exp64, log64
 
@@ -65,32 +66,6 @@ def _argmax(row):
 
 
 @njit(error_model="numpy")
-def _sift_down(heap, at, n):
-    """Restore a min-heap of heap[:n] below `at`."""
-    value = heap[at]
-    while True:
-        child = 2 * at + 1
-        if child >= n:
-            break
-        if child + 1 < n and heap[child + 1] < heap[child]:
-            child += 1
-        if heap[child] >= value:
-            break
-        heap[at] = heap[child]
-        at = child
-    heap[at] = value
-
-
-@njit(error_model="numpy")
-def _sift_up(heap, at):
-    value = heap[at]
-    while at > 0 and heap[(at - 1) // 2] > value:
-        heap[at] = heap[(at - 1) // 2]
-        at = (at - 1) // 2
-    heap[at] = value
-
-
-@njit(error_model="numpy")
 def _top(row, block_tops, heap, ids, values):
     """The len(heap) largest logits of a row, in order, into ids and values. False if a value is NaN or +inf.
 
@@ -125,11 +100,11 @@ def _top(row, block_tops, heap, ids, values):
     if n_blocks > n:
         for b in range(n):
             heap[b] = block_tops[b]
-            _sift_up(heap, b)
+            sift_up(heap, b)
         for b in range(n, n_blocks):
             if block_tops[b] > heap[0]:
                 heap[0] = block_tops[b]
-                _sift_down(heap, 0, n)
+                sift_down(heap, 0, n)
         bound = heap[0]
     size = 0
     for b in range(n_blocks):
@@ -142,16 +117,16 @@ def _top(row, block_tops, heap, ids, values):
             packed = (key << np.int64(32)) | (np.int64(0xFFFFFFFF) - i)  # larger = larger logit, then lower id
             if size < n:
                 heap[size] = packed
-                _sift_up(heap, size)
+                sift_up(heap, size)
                 size += 1
             elif packed > heap[0]:
                 heap[0] = packed
-                _sift_down(heap, 0, n)
+                sift_down(heap, 0, n)
     for end in range(n - 1, -1, -1):
         i = np.int64(0xFFFFFFFF) - (heap[0] & np.int64(0xFFFFFFFF))
         ids[end], values[end] = i, row[i]
         heap[0] = heap[end]
-        _sift_down(heap, 0, end)
+        sift_down(heap, 0, end)
     return True
 
 

@@ -3,9 +3,9 @@
 #include "early.cuh"
 #include "kv_cells.cuh"
 #include "qsa_list.cuh"
+#include "qsa_softmax.cuh"
 #include "quantise.cuh"
 
-#define TILE 64
 #define THREADS 256
 
 // Entries that a warp scores at once beside G heads, and the power of two that holds their sums.
@@ -69,25 +69,8 @@ STARTS_EARLY KERNEL(THREADS) qsa_tiles(const float *q, const i64 *pos, const voi
     }
     if (!fine) report(error, where, NOT_FINITE, row);
     __syncthreads();
-    float *stats = parts + (size_t)gridDim.z * H * most_tiles * dh;
-    for (int h = warp; h < heads; h += THREADS / 32) {
-        float a = lane < width ? p[h * TILE + lane] : 0.f, b = lane + 32 < width ? p[h * TILE + lane + 32] : 0.f;
-        float top = p[h * TILE];
-        if (lane < width) top = larger(a, top);
-        if (lane + 32 < width) top = larger(b, top);
-#pragma unroll
-        for (int half = 16; half; half >>= 1) top = larger(__shfl_xor_sync(ALL_LANES, top, half), top);
-        a = lane < width ? exp32(sub32(a, top)) : 0.f;
-        b = lane + 32 < width ? exp32(sub32(b, top)) : 0.f;
-        p[h * TILE + lane] = a;
-        p[h * TILE + lane + 32] = b;
-        float l = warp_tree(add32(a, b));
-        if (lane == 0) {
-            float *at = stats + 2 * (((size_t)row * H + head0 + h) * most_tiles + blockIdx.x);
-            at[0] = top;
-            at[1] = l;
-        }
-    }
+    float2 *stats = (float2 *)(parts + (size_t)gridDim.z * H * most_tiles * dh);
+    softmax_tile<THREADS>(p, heads, width, lane, warp, stats, (size_t)row * H + head0, most_tiles);
     __syncthreads();
     for (int i = t; i < dh; i += THREADS) {
         float o[G];

@@ -6,9 +6,9 @@
 #include "head_sums.cuh"
 #include "kv_cells.cuh"
 #include "qsa_list.cuh"
+#include "qsa_softmax.cuh"
 #include "qsa_tensor.cuh"
 
-#define TILE 64
 #define THREADS 256
 #define DH 256
 #define STEPS (DH / 32)  // groups of 32 values: a thread has four of each
@@ -167,20 +167,7 @@ STARTS_EARLY __global__ void __launch_bounds__(THREADS, 2)
             widen(codes[n], steps[unit / (SCALE_GROUP / 16)], (uint4 *)values + 2 * unit);
         }
     float2 *stats = (float2 *)(parts + (size_t)gridDim.z * H * most_tiles * DH);
-    for (int h = warp; h < heads; h += THREADS / 32) {
-        float a = lane < width ? p[h * TILE + lane] : 0.f, b = lane + 32 < width ? p[h * TILE + lane + 32] : 0.f;
-        float top = p[h * TILE];
-        if (lane < width) top = larger(a, top);
-        if (lane + 32 < width) top = larger(b, top);
-#pragma unroll
-        for (int half = 16; half; half >>= 1) top = larger(__shfl_xor_sync(ALL_LANES, top, half), top);
-        a = lane < width ? exp32(sub32(a, top)) : 0.f;
-        b = lane + 32 < width ? exp32(sub32(b, top)) : 0.f;
-        p[h * TILE + lane] = a;
-        p[h * TILE + lane + 32] = b;
-        float l = warp_tree(add32(a, b));
-        if (lane == 0) stats[((size_t)row * H + head0 + h) * most_tiles + blockIdx.x] = make_float2(top, l);
-    }
+    softmax_tile<THREADS>(p, heads, width, lane, warp, stats, (size_t)row * H + head0, most_tiles);
     __syncthreads();
     const int OWN = G > 3 ? G / 2 : G;  // heads of 64 threads
     int mine0 = t / (DH / 4) * OWN, d = t % (DH / 4);

@@ -10,6 +10,7 @@ import numpy as np
 from numba import njit
 
 from strata.base.compiled import c_function
+from strata.base.heap import sift_down
 from strata.cpu.machine_code import f32_view, i32_view, i64_view, u8_view
 
 # Words of the argument record.
@@ -46,24 +47,10 @@ def age(n, fresh, short, long, numbers):
 
 
 @njit(error_model="numpy")
-def _sink(keys, root, n):
-    """Make a heap, least key first, of the one below `root`, where only the root may be out of place."""
-    value = keys[root]
-    while 2 * root + 1 < n:
-        child = 2 * root + 1
-        if child + 1 < n and keys[child + 1] < keys[child]:
-            child += 1
-        if keys[child] >= value:
-            break
-        keys[root] = keys[child]
-        root = child
-    keys[root] = value
-
-
-@njit(error_model="numpy")
 def _heap(keys, n):
+    """Make a heap, least key first."""
     for root in range(n // 2 - 1, -1, -1):
-        _sink(keys, root, n)
+        sift_down(keys, root, n)
 
 
 @njit(error_model="numpy")
@@ -71,7 +58,7 @@ def _pop(keys, n):
     """Take the least of n keys away; the index of its expert."""
     least = keys[0]
     keys[0] = keys[n - 1]
-    _sink(keys, 0, n - 1)
+    sift_down(keys, 0, n - 1)
     return least & 0xFFFF
 
 
