@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from strata.base.errors import BadArgument, DoesNotFit, StrataError, need
-from strata.base.geometry import CONTEXT_RESERVE, Geometry
+from strata.base.errors import DoesNotFit, StrataError, need
+from strata.base.geometry import LEAST_CONTEXT, Geometry
 from strata.base.numbers import real_number, whole_number
-from strata.base.plan import MIB, Plan
+from strata.base.plan import Plan
 from strata.base.program import ProgramSet
 from strata.cpu.backend import CpuBackend
 from strata.gpu.backend import GpuBackend
@@ -27,21 +27,19 @@ from strata.pack.ngram import TABLE_NAME
 from strata.pack.ngram_reader import direct_problem
 from strata.pack.profile import ExpertProfile, read_profile
 from strata.pack.tensors import Tensors
-from strata.planner.chunks import paid_with_slots, with_chunk
 from strata.planner.draft import draft_source
-from strata.planner.facts import ModelFacts
+from strata.planner.link_share import kept_share
 from strata.planner.machine import Gpu, Machine
-from strata.planner.memory import MODEST_CONTEXT, choose_device, facts_of, plan
+from strata.planner.memory import facts_of
+from strata.planner.of_load import ON_CPU, plan_of_load
 from strata.planner.options import EXPERT_MODES, NGRAM_MODES, PlanOptions, check_device_name
 from strata.planner.state_bytes import round_context
-from strata.runtime.link_share import first_share
 from strata.runtime.orchestrator import Orchestrator, TieredBackend, TierSetup
 from strata.runtime.session import AUTOMATIC_CHECKPOINTS
 
 log = logging.getLogger("strata")
 
 KV_FORMATS = ("auto", "f16", "int8")
-LEAST_CONTEXT = CONTEXT_RESERVE + 2
 
 
 @dataclass(frozen=True)
@@ -152,99 +150,33 @@ def plan_load(gguf: GgufFile, g: Geometry, o: LoadOptions, source: Path | None) 
         pcie_share=o.pcie_share,
         profile=o.ranking(g),
     )
-    facts, gpu = facts_of(gguf, g, source), choose_device(machine, options)
-    made = None if gpu is None else _plan_gpu(facts, machine, gpu, options, gguf)
-    if made is None:
-        alone = replace(options, device="cpu", vram_gib=None, slots=None, experts="auto", pcie_share=None)
-        made = plan(facts, machine, alone)
+    made = plan_of_load(facts_of(gguf, g, source), machine, options, share=kept_share(machine, gguf.path),
+                        problem_of=device_problem)  # fmt: skip
     if o.ngram == "auto" and made.ngram == "direct" and (problem := direct_problem(gguf, TABLE_NAME)):
         _warn_once(f"the n-gram table is read through the page cache: {problem}")
         return plan_load(gguf, g, replace(o, ngram="mapped"), source)
+    if options.slots is not None and options.slots >= g.L * g.E:
+        _need_every_expert(made)
     made.require()
     for note in made.notes:
-        log.warning("%s", note)
+        if ON_CPU in note:
+            _warn_once(note)
+        else:
+            log.warning("%s", note)
     return made
 
 
-def _plan_gpu(facts: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, gguf: GgufFile) -> Plan | None:
-    """The plan on a card.
-
-    What device="auto" cannot have is said once and becomes None; otherwise, and with options that only a GPU has, it
-    raises.
-    """
+def _need_every_expert(made: Plan) -> None:
+    """Raise DoesNotFit unless the plan fits."""
     try:
-        problem = device_problem(gpu)
-        if problem is not None:
-            raise problem
-        made = _plan_every_expert(facts, machine, gpu, o)
-        if made is None:
-            made = _plan_shared(facts, machine, gpu, o, gguf)
-        elif o.prefill == "auto":
-            made = with_chunk(made, gguf, facts.geometry)
-    except StrataError as error:
-        # What was asked for, and the CPU does not have, must not get lost on the way to it.
-        asked = o.vram_gib is not None or o.slots or o.pcie_share or o.experts in ("pinned", "resident")
-        if o.device != "auto" or asked:
-            raise
-        _warn_once(f"{gpu.name} is here, but this load computes on the CPU: {error}")
-        return None
-    return made
-
-
-def _plan_every_expert(facts: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions) -> Plan | None:
-    """The plan with every expert in VRAM; None if it does not fit, or only with a short context, and was not asked for.
-
-    DoesNotFit if it was asked for.
-    """
-    asked = o.slots is not None and o.slots >= facts.n_pairs
-    if o.slots is not None and not asked:
-        return None
-    made = plan(facts, machine, all_experts(o, facts.geometry))
-    if asked:
-        need_all_experts(made, gpu)
-        if o.slots > facts.n_pairs:
-            note = f"{o.slots:,} slots asked for, the model has {facts.n_pairs:,} experts: more would stay empty"
-            made = replace(made, notes=(*made.notes, note))
-    least = min(facts.geometry.trained_context, MODEST_CONTEXT) if o.context is None else 0
-    return made if asked or (made.fits and made.context >= least) else None
-
-
-def _plan_shared(facts: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, gguf: GgufFile) -> Plan:
-    """The plan with a part of the experts in VRAM. A prefill chunk borrows the place of some of them."""
-    if facts.split is None:
-        raise BadArgument(
-            f"{facts.name} has float experts, which cannot be shared with the CPU",
-            found=facts.types_text,
-            needed="quantised experts, or room for all of them in VRAM",
-        )
-    made = paid_with_slots(lambda options: plan(facts, machine, options), o, gguf, facts.geometry)
-    made.require()
-    if o.pcie_share is not None or not _has_line(made, "link staging"):
-        return made
-    share = first_share(facts, machine, gpu, made.threads, made.estimate.hit_rate)
-    return replace(made, pcie_share=share)
+        made.require()
+    except DoesNotFit as error:
+        text = error.message.replace("does not fit", "does not fit with every expert in VRAM", 1)
+        raise DoesNotFit(text, found=error.found, needed=error.needed, advice=error.advice) from None
 
 
 def _has_line(p: Plan, name: str) -> bool:
     return any(line.line == name for line in p.lines)
-
-
-def all_experts(o: PlanOptions, g: Geometry) -> PlanOptions:
-    """Every expert in VRAM: then nothing is shared. Prefill chunks get what that leaves: `with_chunk`."""
-    return replace(o, slots=g.L * g.E, prefill="windows", experts="auto", pcie_share=None, profile=None)
-
-
-def need_all_experts(made: Plan, gpu: Gpu) -> None:
-    """Raise DoesNotFit unless the plan fits."""
-    if made.fits:
-        return
-    other = [r for r in made.remedies if not r.startswith(("slots=", "device="))]
-    raise DoesNotFit(
-        f"{made.model} does not fit on {gpu.name} with every expert: " + "; ".join(str(s) for s in made.shortfalls),
-        found=", ".join(f"{s.free_bytes / MIB:,.0f} MiB free ({s.device})" for s in made.shortfalls),
-        needed=", ".join(f"{s.needed_bytes / MIB:,.0f} MiB" for s in made.shortfalls),
-        advice="Try: " + "; ".join(['device="cpu" (slower)', *other]),
-    )
 
 
 def device_problem(gpu: Gpu) -> StrataError | None:
@@ -280,8 +212,12 @@ def make_backend(
     pin: bool,
     layer: DraftLayer | None,
     profile: ExpertProfile | None = None,
+    pcie_share: float | None = None,
 ) -> CpuBackend | GpuBackend:
-    """Allocate what the plan says, but for the sessions, and compile what the file's types need."""
+    """Allocate what the plan says, but for the sessions, and compile what the file's types need.
+
+    pcie_share  as it was asked for; None: what a calibration kept, else by costs that are timed
+    """
     chunk_rows = p.prefill_rows if p.device != "cpu" else 0
     programs = arch.build_programs(g, round_context(p.context), p.kv, layer.head_rows if layer else 0, chunk_rows)
     held: Mapping[str, Any] = layer.tensors if layer else {}
@@ -297,7 +233,7 @@ def make_backend(
     try:
         with device.current():
             if p.n_slots < g.L * g.E:
-                return _tiered(tensors, g, experts, programs, device, p, pin, profile, ids)
+                return _tiered(tensors, g, experts, programs, device, p, pin, profile, ids, pcie_share)
             return GpuBackend(tensors, g, experts, programs, device, ngram_cache_rows=p.ngram_cache_rows,
                               ngram=p.ngram, draft_ids=ids)  # fmt: skip
     except BaseException:
@@ -307,12 +243,15 @@ def make_backend(
 
 def _tiered(
     tensors: Tensors, g: Geometry, experts: ExpertLayout, programs: ProgramSet, device: Device, p: Plan, pin: bool,
-    profile: ExpertProfile | None, draft_ids: np.ndarray | None,
+    profile: ExpertProfile | None, draft_ids: np.ndarray | None, pcie_share: float | None,
 ) -> TieredBackend:  # fmt: skip
     """A backend for a plan with fewer slots than experts."""
     link = _has_line(p, "link staging")
     mode = p.experts if p.experts != "mapped" or link else "file"
-    setup = TierSetup(p.slots, mode, link, p.pcie_share, p.threads, pin, profile, p.link_gbps)
+    path, hit_rate = tensors.gguf.path, None
+    if link and pcie_share is None and p.estimate is not None and kept_share(Machine.here(path), path) is None:
+        hit_rate = p.estimate.hit_rate
+    setup = TierSetup(p.slots, mode, link, p.pcie_share, p.threads, pin, profile, p.link_gbps, hit_rate=hit_rate)
     shared = Orchestrator(device, tensors, experts, g.K, setup)
     try:
         return TieredBackend(tensors, g, programs, shared, ngram_cache_rows=p.ngram_cache_rows, ngram=p.ngram,

@@ -7,14 +7,15 @@ from typing import Any
 
 from strata.base.plan import Plan
 from strata.planner.machine import Machine
-from strata.planner.memory import plan_file
+from strata.planner.of_load import plan_file
 
 
 def plan(path: str | Path, *, machine: Machine | None = None, measure: bool = False, **options: Any) -> Plan:
     """Say what loading a GGUF file (any one shard of it) takes, whether it fits, and what bounds its speed.
 
-    Reads headers only, in well under a second: a partly downloaded file will do. Takes the arguments of `strata.load`
-    (`pin` and `progress` change nothing here), and besides:
+    It is the plan that `strata.load` executes, here or on the machine described. Reads headers only, in well under a
+    second: a partly downloaded file will do. Takes the arguments of `strata.load` (`pin` and `on_progress` change
+    nothing here), and besides:
 
     machine           what to plan for; None: this machine. `Machine.describe(gpu="RTX 5070", ram_gib=64)` from
                       `strata.planner` makes one that is not here
@@ -35,6 +36,6 @@ def plan(path: str | Path, *, machine: Machine | None = None, measure: bool = Fa
     Whether it fits is in the plan (`fits`, `verdict`, `shortfalls`, `remedies`); `Plan.require()` raises DoesNotFit.
     Raises FileError, ModelError or BadArgument for a file or options that cannot be planned.
     """
-    for unused in ("pin", "progress"):
+    for unused in ("pin", "on_progress"):
         options.pop(unused, None)
     return plan_file(path, machine=machine, measure=measure, **options)

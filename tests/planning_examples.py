@@ -7,7 +7,8 @@ from pathlib import Path
 
 from strata.base.plan import Plan
 from strata.planner.machine import Machine
-from strata.planner.memory import plan, read_facts
+from strata.planner.memory import read_facts
+from strata.planner.of_load import plan_of_load
 from tests.header_maker import make_release
 
 EXAMPLES = (
@@ -21,7 +22,7 @@ EXAMPLES = (
 def example_plans() -> list[Plan]:
     with tempfile.TemporaryDirectory() as folder:
         found = {name: read_facts(make_release(Path(folder), name, vocabulary=False)) for name, _, _ in EXAMPLES}
-    return [plan(found[name], Machine.describe(**machine), **options) for name, machine, options in EXAMPLES]
+    return [plan_of_load(found[name], Machine.describe(**machine), **options) for name, machine, options in EXAMPLES]
 
 
 if __name__ == "__main__":

@@ -12,9 +12,12 @@ from strata.arch.flash_next.geometry import read_geometry
 from strata.arch.flash_next.program import trunk_program
 from strata.arch.flash_next.programs import build_programs
 from strata.base.errors import BadArgument
+from strata.base.plan import MIB
+from strata.gpu import chunk_plan
 from strata.gpu.chunk_lower import ChunkLowering
 from strata.gpu.chunk_memory import Area, lives, place
-from strata.gpu.chunk_plan import CHUNKS, ChunkPrices, arena_of, chunk_problem, largest_chunk
+from strata.gpu.chunk_plan import CHUNKS, ChunkPrices, arena_of, chunk_problem
+from strata.gpu.layer_kinds import one_of_each
 from strata.gpu.memory import MADE_UP, Memory, aligned
 from strata.gpu.prefill_ops import CHUNK_LOWERING
 from strata.gpu.slots import ExpertSlots
@@ -22,17 +25,11 @@ from strata.gpu.weights import Weights
 from strata.pack.experts import expert_layout
 from strata.pack.gguf_file import GgufFile
 from strata.pack.tensors import Tensors
-from strata.planner.chunks import (
-    KEPT_SLOTS,
-    LASTING_SHARE,
-    LENT_SHARE,
-    SLOT_SHARE,
-    largest_for,
-    lendable_bytes,
-    paid_with_slots,
-)
+from strata.planner.chunk_facts import ChunkFacts
+from strata.planner.chunks import KEPT_SLOTS, LASTING_SHARE, LENT_SHARE, SLOT_SHARE, lendable_bytes, price_load
 from strata.planner.machine import Machine
 from strata.planner.memory import facts_of, plan
+from strata.planner.of_load import plan_of_load
 from strata.planner.options import PlanOptions
 from tests.header_maker import make_release
 from tests.model_maker import make_wide_model
@@ -58,20 +55,6 @@ def test_areas_that_live_together_do_not_overlap(made):
             together = any(x[0] <= y[1] and y[0] <= x[1] for x in a.spans for y in b.spans)
             assert a.meets(b) == b.meets(a) == together
             assert not together or a.start + a.n_bytes <= b.start or b.start + b.n_bytes <= a.start
-
-
-@given(st.integers(0, 10_000), st.integers(256, 20_000), st.integers(0, 200))
-def test_the_largest_chunk_that_fits(budget, context, fixed):
-    asked = []
-
-    def bytes_of(rows: int) -> int:
-        asked.append(rows)
-        return fixed + rows
-
-    found = largest_chunk(bytes_of, budget, context)
-    fitting = [rows for rows in CHUNKS if rows <= context and fixed + rows <= budget]
-    assert found == (max(fitting) if fitting else 0)
-    assert len(asked) <= 4
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +95,14 @@ def test_what_chunks_do_not_take_is_read_by_windows(bundled, change, text):
     gguf, g = bundled
     other = replace(g, **change)
     assert chunk_problem(g) is None and text in chunk_problem(other)
-    assert largest_for(gguf, other, 2048, "f16", {"vram": 1 << 40, "ram": 1 << 40}) is None
+    assert text in ChunkFacts(gguf, other, expert_layout(gguf, g.L)).problem
+    facts = replace(facts_of(gguf, g, None), chunks=ChunkFacts(gguf, other, expert_layout(gguf, g.L)))
+    machine = Machine.describe(gpu="RTX 4090")
+    made = price_load(facts, machine, machine.gpus[0], PlanOptions(context=2048), 2048)
+    assert made.prefill_rows == 0 and made.notes[-1].startswith("prompts are read by windows: chunks do not take")
+    assert text in made.notes[-1]
+    with pytest.raises(BadArgument, match=text):
+        price_load(facts, machine, machine.gpus[0], PlanOptions(context=2048, prefill=512), 2048)
 
 
 def test_a_buffer_lives_from_its_writer_to_its_last_reader(bundled):
@@ -135,18 +125,51 @@ def test_chunks_are_whole_cells(bundled):
 
 
 def test_a_plan_gets_the_largest_chunk_that_fits(bundled):
+    """Every expert in VRAM: to the byte, in VRAM and in RAM."""
     gguf, g = bundled
-    plenty = {"vram": 1 << 34, "ram": 1 << 34}
-    whole = largest_for(gguf, g, 2048, "f16", plenty)
-    assert whole.rows == 2048 and whole.ring == 0
-    exact = {"vram": whole.device_bytes, "ram": whole.staging}
-    assert largest_for(gguf, g, 2048, "f16", exact) == whole
-    for device in ("vram", "ram"):
-        less = largest_for(gguf, g, 2048, "f16", exact | {device: exact[device] - 1})
-        assert less.rows == 1536
-    assert largest_for(gguf, g, 2048, "f16", plenty | {"vram": 1 << 20}) is None
-    few = largest_for(gguf, g, 2048, "f16", plenty, [4] * g.L)
-    assert few.rows == 2048 and few.ring > 0 and few.arena == whole.arena
+    facts, o = facts_of(gguf, g, None), PlanOptions(context=2048)
+    machine = Machine.describe(gpu="RTX 4090", ram_gib=16)
+
+    def made(vram: int, ram: int):
+        gpu = replace(machine.gpus[0], free_bytes=vram)
+        return price_load(facts, replace(machine, ram_available_bytes=ram), gpu, o, 2048)
+
+    free = machine.gpus[0].free_bytes, machine.ram_available_bytes
+    whole = made(*free)
+    chunk = facts.chunks.of(2048, 2048, shared=False)
+    assert whole.prefill_rows == 2048 and sum(whole.allotment.slots) == facts.n_pairs and chunk.ring == 0
+    lines = {x.line: x.n_bytes for x in whole.lines}
+    assert (lines["prefill buffers"], lines["prefill staging"]) == (chunk.device_bytes, chunk.staging)
+    taken = sum(x.held_bytes for x in whole.lines if x.device == "vram")
+    assert made(taken, free[1]).prefill_rows == 2048
+    assert made(taken - 1, free[1]).prefill_rows == 1536
+    rows = []
+    for ram in range(1 << 28, 0, -(2 << 20)):
+        p = made(free[0], ram)
+        if not p.shortfalls:
+            rows.append(p.prefill_rows)
+            assert sum(x.held_bytes for x in p.lines if x.device == "ram") <= ram
+    assert rows[0] == 2048 and len(set(rows)) > 2 and rows == sorted(rows, reverse=True)
+    few = facts.chunks.of(2048, 2048, shared=True)
+    assert few.ring > 0 and few.arena == chunk.arena
+
+
+@pytest.mark.parametrize("release", ["Q2_0", "IQ2_XS", "UD-Q4_K_XL", "bundled"])
+def test_a_chunk_is_priced_by_one_branch_of_every_kind(bundled, tmp_path, monkeypatch, release):
+    """As by all of them, at any context, with experts that come over the link and without."""
+    gguf = bundled[0] if release == "bundled" else GgufFile(make_release(tmp_path, release, vocabulary=False))
+    g = read_geometry(gguf)
+    experts = expert_layout(gguf, g.L)
+    found = ChunkFacts(gguf, g, experts)
+    whole = trunk_program(g, 256, 256, "f16", advance=True)
+    assert len(one_of_each(whole, Weights(Tensors(gguf), experts)).ops) < len(whole.ops)
+    found.of(256, 256, True)
+    monkeypatch.setattr(chunk_plan, "one_of_each", lambda program, weights: program)
+    for context, slots in ((512, None), (32768, ExpertSlots(experts, by_table=True))):
+        program_of = lambda rows: trunk_program(g, rows, context, "f16", advance=True)  # noqa: B023, E731
+        prices = ChunkPrices(program_of, Tensors(gguf), experts, slots)
+        for rows in CHUNKS:
+            assert found.of(rows, context, slots is not None) == prices.of(rows), (rows, context)
 
 
 def test_grids_of_the_largest_chunk_are_within_what_devices_take(tmp_path):
@@ -166,22 +189,29 @@ def test_grids_of_the_largest_chunk_are_within_what_devices_take(tmp_path):
     assert arena.n_bytes < 2 << 30
 
 
-def test_a_chunk_is_paid_with_slots(tmp_path):
-    """A card that holds a part of the experts: fewer slots, the same reserve, a chunk that fits to the byte."""
-    gguf = GgufFile(make_release(tmp_path, "IQ3_XXS"))
+def _released(tmp_path, release="IQ3_XXS"):
+    gguf = GgufFile(make_release(tmp_path, release))
     g = read_geometry(gguf)
-    facts, machine = facts_of(gguf, g, None), Machine.describe(gpu="RTX 4090")
+    return gguf, g, facts_of(gguf, g, None)
+
+
+def test_a_chunk_is_paid_with_slots(tmp_path):
+    """RAM holds what VRAM does not: fewer slots, the same reserve, and more experts in RAM."""
+    _, _, facts = _released(tmp_path)
+    machine = Machine.describe(gpu="RTX 4090", ram_gib=36)
     o = PlanOptions(device="cuda:0", context=16384)
     windows = plan(facts, machine, replace(o, prefill="windows"))
-    made = paid_with_slots(lambda options: plan(facts, machine, options), o, gguf, g)
-    assert made.fits and made.prefill_rows >= 2048 and windows.prefill_rows == 0
+    made = plan_of_load(facts, machine, o)
+    assert made.fits and made.experts == windows.experts == "resident"
+    assert made.prefill_rows >= 2048 and windows.prefill_rows == 0
     chunk, before = made.line("prefill buffers").n_bytes, windows.line("expert cache").n_bytes
-    assert chunk <= SLOT_SHARE * before and made.n_slots < windows.n_slots
+    assert chunk <= SLOT_SHARE * (before + max(made.slot_bytes)) and made.n_slots < windows.n_slots
     assert abs(before - made.line("expert cache").n_bytes - chunk) <= 2 * max(made.slot_bytes)
     assert made.line("reserve").n_bytes == windows.line("reserve").n_bytes
+    assert made.line("experts (resident)").n_bytes > windows.line("experts (resident)").n_bytes
     assert made.total_bytes("vram") <= made.free_bytes["vram"]
-    o = replace(o, prefill="windows")
-    assert paid_with_slots(lambda options: plan(facts, machine, options), o, gguf, g) == windows
+    alone = plan_of_load(facts, machine, replace(o, prefill="windows"))
+    assert [(x.line, x.n_bytes) for x in alone.lines] == [(x.line, x.n_bytes) for x in windows.lines]
 
 
 CARDS = [("RTX 5070", None), ("RTX 4060", None), ("RTX 5070", 3000), ("RTX 5070", 100)]
@@ -189,26 +219,55 @@ CARDS = [("RTX 5070", None), ("RTX 4060", None), ("RTX 5070", 3000), ("RTX 5070"
 
 @pytest.mark.parametrize(("card", "slots"), CARDS)
 def test_a_chunk_borrows_slots(tmp_path, card, slots):
-    """All experts are in RAM: a chunk's buffers lie in slots, few of which it takes for good; some are never lent."""
-    gguf = GgufFile(make_release(tmp_path, "IQ3_XXS"))
-    g = read_geometry(gguf)
-    facts, machine = facts_of(gguf, g, None), Machine.describe(gpu=card)
+    """Slots need not stay: a chunk's buffers lie in them, few of which it takes for good; some are never lent."""
+    gguf, g, facts = _released(tmp_path)
+    machine = Machine.describe(gpu=card)
     o = PlanOptions(device="cuda:0", context=16384, slots=slots)
     windows = plan(facts, machine, replace(o, prefill="windows"))
-    made = paid_with_slots(lambda options: plan(facts, machine, options), o, gguf, g)
+    made = plan_of_load(facts, machine, o)
     assert windows.experts == made.experts == "mapped" and made.fits
+    lendable = lendable_bytes(made.slots, made.slot_bytes, made.experts)
     if slots == 100:
-        assert lendable_bytes(windows) == 0 and not any(line.kind == "lent" for line in made.lines)
+        assert lendable == 0 and not any(line.kind == "lent" for line in made.lines)
         return
     loan, own = made.line("prefill loan"), made.line("prefill buffers")
     cache = sum(n * size for n, size in zip(made.slots, made.slot_bytes, strict=True))
     assert made.prefill_rows >= 2048 and (loan.kind, loan.held_bytes) == ("lent", 0)
-    assert own.n_bytes < loan.n_bytes <= lendable_bytes(made) <= min(LENT_SHARE * cache, cache - KEPT_SLOTS)
+    assert own.n_bytes < loan.n_bytes <= lendable <= min(LENT_SHARE * cache, cache - KEPT_SLOTS)
     assert made.n_slots == slots if slots else made.n_slots > (1 - 2 * LASTING_SHARE) * windows.n_slots
     assert made.total_bytes("vram") <= made.free_bytes["vram"]
-    spare = {"vram": 1 << 40, "ram": 1 << 40, "lent": loan.n_bytes}
-    of = largest_for(gguf, g, made.context, made.kv, spare, made.slots)
-    assert (of.rows, of.lendable, of.lasting) == (made.prefill_rows, loan.n_bytes, own.n_bytes)
+    of = facts.chunks.of(made.prefill_rows, 16384, shared=True)
+    assert (of.lendable, of.lasting) == (loan.n_bytes, own.n_bytes)
     held = ExpertSlots(expert_layout(gguf, g.L), made.slots, by_table=True)
     held.join_tail(loan.n_bytes)
     assert loan.n_bytes <= held.tail_bytes <= loan.n_bytes + 2 * sum(made.slot_bytes)
+
+
+def test_a_small_card_gives_up_a_part_of_the_reserve_for_a_chunk(tmp_path):
+    """Not below 300 MiB, and not one that was given."""
+    _, _, facts = _released(tmp_path, "Q2_0")
+    seen = set()
+    for tenth in range(48, 66):
+        machine = Machine.describe(vram_gib=tenth / 10, ram_gib=64)
+        p, fixed = (plan_of_load(facts, machine, context=4096, device="cuda", reserve_mib=r) for r in (None, 700))
+        reserve = p.line("reserve").n_bytes / MIB
+        assert 300 <= reserve <= 700 and fixed.line("reserve").n_bytes == 700 * MIB
+        if p.fits and reserve < 700:
+            seen.add("chunk" if p.prefill_rows else "slot")
+            assert any("reserve" in note for note in p.notes)
+        assert not fixed.fits or p.n_slots >= fixed.n_slots
+    assert seen == {"chunk", "slot"}
+
+
+@pytest.mark.parametrize(("rows", "vram", "fits"), [(512, 8, True), (8192, 8, True), (8192, 6.2, False)])
+def test_a_chunk_that_is_asked_for_is_there_or_lacks(tmp_path, rows, vram, fits):
+    _, _, facts = _released(tmp_path, "Q2_0")
+    machine = Machine.describe(vram_gib=vram, ram_gib=64)
+    made = plan_of_load(facts, machine, context=4096, prefill=rows)
+    assert made.device == "cuda:0" and made.fits == fits
+    if fits:
+        assert made.prefill_rows == rows
+    else:
+        assert made.shortfalls[0].line == f"prefill chunk of {rows:,} rows" and made.remedies[0].startswith("prefill=")
+        enough = Machine.describe(vram_gib=vram + made.shortfalls[0].missing_bytes / 2**30 + 0.01, ram_gib=64)
+        assert plan_of_load(facts, enough, context=4096, prefill=rows).prefill_rows == rows

@@ -2,7 +2,7 @@
 
 import os
 import re
-from itertools import pairwise
+from itertools import cycle, islice, pairwise
 from pathlib import Path
 
 import pytest
@@ -92,7 +92,7 @@ def test_state_prices_are_the_buffers_that_are_allocated(facts):
 # ---- simulated machines
 
 
-def _adds_up(p: Plan) -> None:
+def adds_up(p: Plan) -> None:
     """Everything that must hold of a plan that fits, and of one that does not."""
     for device, free in p.free_bytes.items():
         lines = [line for line in p.lines if line.device == device]
@@ -120,15 +120,17 @@ def _adds_up(p: Plan) -> None:
             p.require()
 
 
+@pytest.mark.parametrize("contexts", [1, pytest.param(3, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", RELEASES)
-def test_every_simulated_machine_starts_or_refuses_with_numbers(facts, name):
-    verdicts = set()
+def test_every_simulated_machine_starts_or_refuses_with_numbers(facts, name, contexts):
+    """Each machine with so many of three contexts, in turn."""
+    verdicts, turn = set(), cycle((4096, 32768, 262144))
     for vram in (None, 6, 8, 12, 16, 24, 32):
         for ram in (16, 32, 64, 128):
             machine = Machine.describe(vram_gib=vram, ram_gib=ram)
-            for context in (4096, 32768, 262144):
+            for context in islice(turn, contexts):
                 p = plan(facts[name], machine, context=context, draft="mtp")
-                _adds_up(p)
+                adds_up(p)
                 verdicts.add(p.verdict)
                 if vram == 32 and ram == 128:
                     assert p.verdict == FITS
@@ -157,8 +159,8 @@ def test_more_vram_never_gives_fewer_slots(facts, name, vram, more, context, opt
     large = plan(facts[name], Machine.describe(vram_gib=vram + more, ram_gib=64), context=context, **options)
     assert large.n_slots >= small.n_slots
     assert large.fits or not small.fits
-    _adds_up(small)
-    _adds_up(large)
+    adds_up(small)
+    adds_up(large)
 
 
 @settings(deadline=None, max_examples=25)
@@ -178,7 +180,7 @@ def test_more_ram_never_reads_more_from_disk(facts, name, ram, more, vram, conte
     many = plan(facts[name], Machine.describe(vram_gib=vram, ram_gib=ram + more), context=context, kv="int8")
     assert many.estimate.disk_rate <= few.estimate.disk_rate + 1e-12
     assert many.fits or not few.fits
-    _adds_up(few)
+    adds_up(few)
 
 
 @settings(deadline=None, max_examples=20)

@@ -17,7 +17,8 @@ from strata.cli import locate
 from strata.cli import plan as plan_cli
 from strata.pack.gguf_file import shard_paths
 from strata.planner.machine import Machine
-from strata.planner.memory import plan, plan_file, read_facts
+from strata.planner.memory import plan, read_facts
+from strata.planner.of_load import plan_file
 from tests.header_maker import RELEASES, Shape, make_model, make_release
 
 ROOT = Path(__file__).parents[1]
@@ -72,10 +73,12 @@ def test_table_and_json_tell_the_same(facts):
     assert all(n in table for n in p.notes)
 
 
-def test_planning_a_60_gb_file_takes_less_than_two_seconds(files):
+@pytest.mark.parametrize("described", [{}, {"gpu": "RTX 5070"}, {"gpu": "RTX 4090", "ram_gib": 24}])
+def test_planning_a_60_gb_file_takes_less_than_two_seconds(files, described):
     start = time.thread_time()
-    p = plan_file(files["Q2_0"])
+    p = plan_file(files["Q2_0"], machine=Machine.describe(**described) if described else None)
     assert time.thread_time() - start < 2 and p.file_bytes > 60e9
+    assert not described or p.device == "cuda:0"
 
 
 def test_a_truncated_download_still_plans_and_says_so(files, tmp_path):
@@ -117,7 +120,8 @@ def app():
     ("arguments", "code", "text"),
     [
         (["--gpu", "RTX 5070", "--ram-gib", "64", "--context", "32768"], 0, "verdict: fits"),
-        (["--vram-gib", "4", "--ram-gib", "64", "--context", "4096"], 1, "MiB needed"),
+        (["--vram-gib", "4", "--ram-gib", "64", "--context", "4096", "--device", "cuda"], 1, "MiB needed"),
+        (["--vram-gib", "4", "--ram-gib", "64", "--context", "4096"], 0, "computes on the CPU: Flash-Next-Q2_0"),
         (["--vram-gib", "12", "--ram-gib", "16", "--context", "4096"], 0, "needs disk per token"),
         (["--gpu", "RTX 507"], 2, "RTX 5070"),
         (["--kv", "q4"], 2, "q4"),
@@ -168,6 +172,14 @@ def test_how_the_ngram_table_is_read(app, files):
     assert refused.exit_code == 2 and "unknown ngram 'sideways'; needed auto or mapped or direct" in refused.output
 
 
+def test_all_slots_by_name(app):
+    words = [str(TINY), "--gpu", "RTX 5070", "--ram-gib", "32", "--json", "--slots"]
+    made = json.loads(CliRunner().invoke(app, [*words, "all"]).output)
+    assert made["n_slots"] == 256 and made["fits"]
+    refused = CliRunner().invoke(app, [*words, "some"])
+    assert refused.exit_code == 2 and "--slots cannot be read; found 'some'; needed a number, or all" in refused.output
+
+
 def test_gib_is_the_binary_one():
     assert GIB == 1 << 30 and MIB == 1 << 20
 
@@ -184,3 +196,4 @@ def test_the_documented_plans_are_the_plans_of_today():
         assert f"verdict: {p.verdict}" in block and p.machine in block
         for line in p.lines:
             assert f"\n  {line.line} " in block, line.line
+

@@ -24,6 +24,7 @@ from strata.planner import needs
 from strata.planner.draft import MEMORY, STANDARD, draft_tensors, facts_of_tensors, vocabulary_rows
 from strata.planner.machine import Machine
 from strata.planner.memory import plan, read_facts
+from strata.planner.of_load import plan_of_load
 from strata.spec.suffix import SuffixLookup
 from tests.draft_probe import draft_alone, with_nextn
 from tests.header_maker import make_release
@@ -158,8 +159,8 @@ def test_the_plan_decides_cache_rows_threads_and_checkpoints(tiny_path, monkeypa
         assert b.threads == p.threads == usable_cores(core_facts()), "the CPU alone uses every physical core"
         assert p.ngram_cache_rows <= b.ngram.cache_rows < p.ngram_cache_rows + 8
         assert model._states[0].ledger.capacity == p.checkpoints == 3
-    few = lambda *a, **k: replace(plan(*a, **k), ngram_cache_rows=64, threads=1)  # noqa: E731
-    monkeypatch.setattr(loading, "plan", few)
+    few = lambda *a, **k: replace(plan_of_load(*a, **k), ngram_cache_rows=64, threads=1)  # noqa: E731
+    monkeypatch.setattr(loading, "plan_of_load", few)
     with strata.load(tiny_path, context=512) as model:
         assert model._backend.ngram.cache_rows == 64 and model._backend.threads == 1
         assert [m.line for m in model.mismatches] == ["n-gram cache"]
@@ -261,6 +262,15 @@ def test_planning_a_load_of_the_small_model_takes_little(tiny_path, draft):
 
 def test_planning_a_load_of_60_gb_takes_little(big):
     assert _planning_s(big, "off") < 0.5
+
+
+@pytest.mark.parametrize("card", ["RTX 4060", "RTX 4090"])
+def test_planning_a_load_of_60_gb_on_a_gpu_takes_little(big, monkeypatch, card):
+    """Chunks are priced by one branch of every kind."""
+    machine = Machine.describe(gpu=card, ram_gib=32)
+    _this_machine(monkeypatch, gpus=machine.gpus, ram_total_bytes=32 << 30, ram_available_bytes=30 << 30)
+    monkeypatch.setattr(loading, "device_problem", lambda gpu: None)
+    assert _planning_s(big, "off") < 1
 
 
 def _planning_s(path: Path, draft: str) -> float:

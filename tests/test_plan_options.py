@@ -9,10 +9,11 @@ import pytest
 
 import strata
 from strata.base.errors import BadArgument
+from strata.base.geometry import LEAST_CONTEXT
 from strata.base.plan import MIB
 from strata.planner.machine import Machine
 from strata.planner.memory import plan, read_facts
-from strata.planner.options import PlanOptions
+from strata.planner.options import PlanOptions, make_options
 from tests.header_maker import make_release
 
 WHOLE = ("context", "sessions", "slots", "checkpoints", "ngram_cache_rows", "threads", "draft_vocabulary")
@@ -21,7 +22,7 @@ REAL = ("reserve_mib", "hit_rate", "pcie_share", "vram_gib", "ram_gib")
 
 def test_numbers_of_other_libraries_are_numbers(tiny_path):
     for name in WHOLE:
-        for number in (np.int64(512), np.uint8(4), np.array(7)):
+        for number in (np.int64(512), np.uint8(40), np.array(70)):
             value = getattr(PlanOptions(**{name: number}), name)
             assert type(value) is int and value == number, name
     for name in REAL:
@@ -58,3 +59,15 @@ def test_the_context_of_the_driver_is_that_of_the_card(tmp_path):
         assert again.line("CUDA context").n_bytes == 0 and again.fits
         gained = (again.n_slots - fresh.n_slots) * max(fresh.slot_bytes)
         assert gained == pytest.approx(352 * MIB, abs=2 * max(fresh.slot_bytes))
+
+
+def test_a_context_that_no_load_takes_is_refused():
+    with pytest.raises(BadArgument, match="context is too small"):
+        make_options(context=LEAST_CONTEXT - 1)
+    assert make_options(context=LEAST_CONTEXT).context == LEAST_CONTEXT
+
+
+@pytest.mark.parametrize("profile", [42, [], {}, object()])
+def test_what_is_no_profile_is_refused(profile):
+    with pytest.raises(BadArgument, match="profile is unusable"):
+        make_options(profile=profile)

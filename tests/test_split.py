@@ -15,11 +15,11 @@ from strata import calibration
 from strata.base.errors import BadArgument, FileError
 from strata.calibration import Trial, compare, try_settings, worker_counts
 from strata.model import load
+from strata.planner import remembered
 from strata.planner.estimate import pcie_split
 from strata.planner.machine import Machine
-from strata.runtime import remembered
-from strata.runtime.remembered import Settings
-from strata.runtime.split import Branches, SplitCosts, choose_split, cpu_line, predict
+from strata.planner.remembered import Settings
+from strata.planner.split import Branches, SplitCosts, choose_split, cpu_line, predict
 
 MB = 1e6
 
@@ -69,6 +69,14 @@ def test_the_link_must_gain_a_tenth():
     assert choose_split(costs_of(20, 12, 20), 24).fraction == 0, "memory is the limit: the link gains nothing"
     assert choose_split(costs_of(20, 12, gpu_us=50.0), 10, hits=20).fraction == 0, "the hits take longer than the CPU"
     assert choose_split(costs_of(0.5, 60), 10).fraction > 0.98
+
+
+@given(st.integers(0, 80), st.integers(1, 60), st.integers(1, 60))
+def test_whole_experts_go_where_the_layer_ends_first(n, cpu, link):
+    """By the device's rule, with the share where both sides would end together."""
+    m = min(n, (n + 1) * cpu // (cpu + link))
+    ends = [max((n - k) * cpu, k * link) for k in range(n + 1)]
+    assert ends[m] == min(ends)
 
 
 @given(st.floats(1, 80), st.floats(1, 60), st.floats(10, 200))

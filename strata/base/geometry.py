@@ -23,6 +23,9 @@ DRAFT_RING_ROWS = DRAFT_QUEUE_ROWS + 1
 CONTEXT_RESERVE = 8
 """Cells kept free behind prompt and answer, so that a whole window always fits."""
 
+LEAST_CONTEXT = CONTEXT_RESERVE + 2
+"""A token to read, one to answer with, and the reserve."""
+
 
 @dataclass(frozen=True)
 class NgramGeometry:

@@ -14,7 +14,7 @@ from strata.cli import flags
 from strata.cli.locate import find_model
 from strata.planner.cards import GIB
 from strata.planner.machine import Machine
-from strata.planner.memory import plan_file
+from strata.planner.of_load import plan_file
 
 USAGE, REFUSED = 2, 1
 
@@ -36,7 +36,7 @@ def command(
     kv: Annotated[str, typer.Option(help="auto, f16 or int8.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda:N.")] = "auto",
     experts: Annotated[str, typer.Option(help="auto, mapped, pinned or resident.")] = "auto",
-    slots: Annotated[int | None, typer.Option(help="Experts in VRAM; default: what fits.")] = None,
+    slots: flags.Slots = None,
     pcie_share: Annotated[float | None, typer.Option(help="Share of the others over PCIe; default: by cost.")] = None,
     prefill: Annotated[str, typer.Option(help="auto, windows or rows of a chunk.")] = "auto",
     draft: Annotated[
@@ -54,9 +54,10 @@ def command(
     measure: Annotated[bool, typer.Option("--measure", help="Time this machine's kernels, no listed rates.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Say what a model takes, whether it fits, what bounds its speed and what to change.
+    """Say what a load takes, whether it fits, what bounds its speed and what to change.
 
-    Reads headers only; a partly downloaded file will do. Exit status: 0 fits, 1 does not or cannot be read, 2 usage.
+    The plan is the one that a load executes, here or on the machine described. Reads headers only; a partly downloaded
+    file will do. Exit status: 0 fits, 1 does not or cannot be read, 2 usage.
     """
     options = {
         "context": context,
@@ -64,7 +65,6 @@ def command(
         "kv": kv,
         "device": device,
         "experts": experts,
-        "slots": slots,
         "pcie_share": pcie_share,
         "prefill": int(prefill) if prefill.isdigit() else prefill,
         "draft": draft,
@@ -88,7 +88,8 @@ def command(
     }
     try:
         file = find_model(given, "the argument")
-        plan = plan_file(file, machine=_machine(file, described), measure=measure, **options)
+        asked = flags.slots(slots)
+        plan = plan_file(file, machine=_machine(file, described), measure=measure, slots=asked, **options)
     except BadArgument as error:
         typer.echo(f"strata plan: {error}", err=True)
         raise typer.Exit(USAGE) from None

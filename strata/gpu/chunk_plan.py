@@ -1,16 +1,18 @@
-"""How large a prefill chunk is: bytes of a chunk of so many rows, and the largest one for a budget. Needs no device."""
+"""How large a prefill chunk is: the numbers of rows there are, and bytes of a chunk. Needs no device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from strata.base.errors import need
 from strata.base.geometry import CELL_ROWS, Geometry
 from strata.base.program import Program
 from strata.gpu.chunk_lower import ChunkLowering
-from strata.gpu.chunk_memory import Area, ChunkMemory, place
+from strata.gpu.chunk_memory import Area, ChunkMemory, meetings, place
 from strata.gpu.expert_stream import ExpertStream
 from strata.gpu.gated_delta_wide import COLUMNS, KEY_GROUPS
+from strata.gpu.layer_kinds import one_of_each
 from strata.gpu.memory import MADE_UP, Memory, aligned
 from strata.gpu.prefill_ops import CHUNK_LOWERING
 from strata.gpu.qsa_wide import HEAD_SIZES, SLICE
@@ -91,7 +93,9 @@ def staging_bytes(program: Program) -> int:
 class ChunkPrices:
     """Bytes of chunks of any number of rows, from the programs of one and of two cells: every buffer grows by the cell.
 
-    program_of(rows) is the chunk program; slots say which experts the device holds, None: all.
+    program_of(rows) is the chunk program, of which one branch of every kind is lowered; slots say which experts the
+    device holds, None: all. longer: the program of one cell at a longer context, by which what grows with the context
+    is known at any. What was asked for is kept.
     """
 
     def __init__(
@@ -100,43 +104,48 @@ class ChunkPrices:
         tensors: Tensors,
         experts: ExpertLayout,
         slots: ExpertSlots | None = None,
+        longer: Program | None = None,
     ):
         stream = stream_of(slots) if slots is not None else None
         self._ring, self._lists = (stream.ring_bytes, stream.list_bytes) if stream is not None else (0, 0)
         programs = [program_of(CELL_ROWS), program_of(2 * CELL_ROWS)]
         self._streams = aligned(programs[0].buffers["streams"].n_bytes)
         self._staging = staging_bytes(programs[0])
+        self._contexts = [_context(p) for p in (programs[0], longer or programs[0])]
+        programs += [longer] if longer is not None else []
         self._areas = [_areas(program, Weights(tensors, experts, slots), stream) for program in programs]
+        self._met = meetings(self._areas[0])
+        self._known: dict[tuple[int, int], ChunkBytes] = {}
 
-    def of(self, rows: int) -> ChunkBytes:
-        """The price of a chunk of so many rows, whole cells."""
+    def of(self, rows: int, context: int | None = None) -> ChunkBytes:
+        """The price of a chunk of so many rows, whole cells, at the context of the programs or, with `longer`, at
+        another one of whole cells."""
+        first, longer = self._contexts
+        steps, rest = (0, 0) if context in (None, first) else divmod(context - first, longer - first or 1)
+        need(not rest and (longer > first or not steps), "context of a chunk", found=context,
+             needed=f"{first}, or more by a multiple of {longer - first}")  # fmt: skip
+        if (rows, steps) not in self._known:
+            self._known[rows, steps] = self._price(rows, steps)
+        return self._known[rows, steps]
+
+    def _price(self, rows: int, steps: int) -> ChunkBytes:
         cells = rows // CELL_ROWS
+        one, two, *longer = self._areas
         grown = [
-            Area(a.name, a.n_bytes + (b.n_bytes - a.n_bytes) * (cells - 1), a.spans)
-            for a, b in zip(*self._areas, strict=True)
+            Area(a.name, a.n_bytes + (b.n_bytes - a.n_bytes) * (cells - 1) + (c.n_bytes - a.n_bytes) * steps, a.spans)
+            for a, b, c in zip(one, two, longer[0] if longer else one, strict=True)
         ]
         streams, staging = cells * self._streams, cells * self._staging
-        return ChunkBytes(rows, place(grown), streams, staging, self._ring, self._lists)
+        return ChunkBytes(rows, place(grown, self._met), streams, staging, self._ring, self._lists)
+
+
+def _context(program: Program) -> int:
+    return program.buffers["rope"].shape[0]
 
 
 def _areas(program: Program, weights: Weights, stream: ExpertStream | None) -> list[Area]:
+    program = one_of_each(program, weights)
     memory = Memory([program])
     for name in [b.name for b in program.buffers.values() if b.role == "table"] + ["ngram.ticket"]:
         memory.add_table(name, MADE_UP)
-    return arena_of(program, memory, weights, program.buffers["rope"].shape[0], stream).areas
-
-
-def largest_chunk(bytes_of: Callable[[int], int], budget_bytes: int, context: int) -> int:
-    """Rows of the largest chunk of CHUNKS that a budget and a context have room for, 0 if none.
-
-    bytes_of(rows) grows with the rows; it is asked a few times.
-    """
-    candidates = [rows for rows in CHUNKS if rows <= max(context, CELL_ROWS)]
-    low, high = 0, len(candidates)  # the first one that fits is in candidates[low : high + 1]
-    while low < high:
-        middle = (low + high) // 2
-        if bytes_of(candidates[middle]) <= budget_bytes:
-            high = middle
-        else:
-            low = middle + 1
-    return candidates[low] if low < len(candidates) else 0
+    return arena_of(program, memory, weights, _context(program), stream).areas

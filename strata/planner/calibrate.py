@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import time
 from collections.abc import Callable, Iterable
 
@@ -13,7 +15,6 @@ from strata.cpu.machine_code import call7
 from strata.pack.formats import BlockFormat, by_name
 from strata.planner.facts import ModelFacts
 from strata.planner.machine import kernel_tier
-from strata.planner.probes import ram_read_gbps
 from strata.planner.rates import CpuCosts
 
 NARROW, WIDE, PROBE_BYTES, PASSES, PASS_S = 256, 2560, 192 << 10, 7, 0.6e-3
@@ -21,9 +22,6 @@ NARROW, WIDE, PROBE_BYTES, PASSES, PASS_S = 256, 2560, 192 << 10, 7, 0.6e-3
 
 STREAM_BYTES, STREAM_PASSES = 96 << 20, 3
 """Beyond the caches: what is measured is the kernel while memory is read."""
-
-FILE_PAGES = 1.6
-"""One core's time to read a mapped file as a multiple of that for plain memory, whose pages are larger."""
 
 
 @njit(nogil=True)
@@ -55,7 +53,7 @@ def measure_costs(types: Iterable[str]) -> CpuCosts:
     that other programs disturb little.
     """
     rates, rows, streams = {}, {}, {}
-    memory, file_gbps = np.ones(STREAM_BYTES, np.uint8), ram_read_gbps(1) / FILE_PAGES
+    memory = _memory_like_a_file(STREAM_BYTES)
     for name in types:
         form = by_name(name)
         narrow, wide = _row_ns(form, NARROW), _row_ns(form, WIDE)
@@ -64,7 +62,7 @@ def measure_costs(types: Iterable[str]) -> CpuCosts:
         rates[name] = 1 / ns_per_byte
         rows[name] = max(narrow - form.row_bytes(NARROW) * ns_per_byte, 0.0)
         in_memory = max(_stream_ns(form, memory) - rows[name], 1e-3) / form.row_bytes(WIDE)
-        streams[name] = min(1 / in_memory, file_gbps)
+        streams[name] = 1 / in_memory
     return CpuCosts(kernel_tier(), rates, rows, streams, pace=_pace())
 
 
@@ -72,6 +70,17 @@ def types_of(m: ModelFacts) -> list[str]:
     """Every type that products of this model use."""
     found = {k for c in (*m.dense, m.head) for k in c.by_type} | {k for layer in m.expert_parts for k, _, _ in layer}
     return sorted(found)
+
+
+def _memory_like_a_file(n_bytes: int) -> np.ndarray:
+    """Zeros in small pages, as those of a mapped file are: a core reads large ones by a third faster."""
+    memory = mmap.mmap(-1, n_bytes)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without large pages refuses the advice and has only small ones
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    values = np.frombuffer(memory, np.uint8)
+    values[:] = 0
+    return values
 
 
 def _row_ns(form: BlockFormat, columns: int) -> float:

@@ -1,26 +1,30 @@
-"""Prefill chunks in the plan of a GPU: as many rows as what everything else leaves has room for.
+"""A configuration as a load executes it: with the prefill chunk that everything else leaves room for. Pure.
 
 Where a card holds a part of the experts, what a chunk needs only while it is read lies in expert slots, which are empty
 meanwhile and filled again before the next window. Where RAM holds only what no slot holds they cannot be emptied: there
 a chunk takes the place of slots for good.
+
+A chunk that borrows slots goes with a least expert cache, the larger the chunk, the larger the cache. What a larger
+chunk takes for good is saved up first: from its least cache on no slot is added until there is room for both. So more
+VRAM gives a larger chunk and never fewer slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from math import ceil
 
-from strata.arch.flash_next.program import trunk_program
-from strata.base.geometry import Geometry
-from strata.base.plan import MIB, Plan, PlanLine
-from strata.gpu.chunk_plan import CHUNKS, ChunkBytes, ChunkPrices, chunk_problem, largest_chunk
-from strata.gpu.slots import ExpertSlots
-from strata.pack.experts import expert_layout
-from strata.pack.gguf_file import GgufFile
-from strata.pack.ngram import TABLE_NAME
-from strata.pack.tensors import Tensors
+from strata.base.errors import BadArgument
+from strata.base.geometry import CELL_ROWS
+from strata.base.plan import MIB, PlanLine, Shortfall
+from strata.gpu.chunk_plan import CHUNKS, ChunkBytes
+from strata.planner.cache_size import RESERVE_MIB, SMALLEST_RESERVE_MIB
+from strata.planner.facts import ModelFacts
+from strata.planner.machine import Gpu, Machine
 from strata.planner.needs import TICKETS, ticket_line
 from strata.planner.options import PlanOptions
+from strata.planner.pricing import Priced, price
 from strata.planner.state_bytes import round_context
 
 SLOT_SHARE = 0.2
@@ -33,73 +37,115 @@ LENT_SHARE, KEPT_SLOTS = 0.9, 128
 """Most of the expert cache that is lent, and slots that are never lent."""
 
 MAPPED_STAGING_BYTES = 256 * MIB
+"""RAM that the cache of a mapped file gives back for staging."""
+
+CACHE = "expert cache"
 
 
-def largest_for(
-    gguf: GgufFile, g: Geometry, context: int, kv: str, spare: Mapping[str, int], slots: Sequence[int] = ()
-) -> ChunkBytes | None:
-    """The largest chunk that spare bytes have room for, or None.
+def all_experts(m: ModelFacts, o: PlanOptions) -> PlanOptions:
+    """Every expert in VRAM: then nothing is shared."""
+    return replace(o, slots=m.n_pairs, experts="auto", pcie_share=None, profile=None)
 
-    spare   "vram", "ram", and perhaps "lent": bytes for what is needed only while a chunk is read
-    slots   experts that each layer holds in VRAM, all without; others come over the link through a ring
+
+def price_load(m: ModelFacts, machine: Machine, gpu: Gpu | None, o: PlanOptions, context: int) -> Priced:
+    """The configuration of a load on `gpu`, or on the CPU when that is None; `context` in cells.
+
+    VRAM holds every expert where that fits and nothing else was asked for. Raises BadArgument for a chunk that was
+    asked for and cannot be.
     """
-    experts = expert_layout(gguf, g.L)
-    if chunk_problem(g) or not all(part.format.group for layer in experts.layers for part in layer.projections):
-        return None
-    held = ExpertSlots(experts, slots) if slots else None
-    prices = ChunkPrices(
-        lambda rows: trunk_program(g, rows, round_context(context), kv, advance=True), Tensors(gguf), experts, held
-    )
-    lent = spare.get("lent")
-
-    def bytes_of(rows: int) -> int:
-        of = prices.of(rows)
-        fits = of.staging <= spare["ram"] and (lent is None or of.lendable <= lent)
-        return (of.device_bytes if lent is None else of.lasting) if fits else spare["vram"] + 1
-
-    rows = largest_chunk(bytes_of, spare["vram"], round_context(context))
-    return prices.of(rows) if rows else None
+    if gpu is None:
+        return price(m, machine, gpu, o, context)
+    if o.slots is None or o.slots >= m.n_pairs:
+        every = _every(m, machine, gpu, all_experts(m, o), context)
+        if not every.shortfalls or o.slots is not None or m.split is None:
+            return every
+    return _shared(m, machine, gpu, o, context)
 
 
-def _by_windows(g: Geometry, no_room: str) -> str:
-    problem = chunk_problem(g)
-    return f"prompts are read by windows: {f'chunks do not take {problem}' if problem else no_room}"
+def price_windows(m: ModelFacts, machine: Machine, gpu: Gpu | None, o: PlanOptions, context: int) -> Priced:
+    """Like `price_load`, quicker: it fits where that fits, but for a chunk that nobody insists on."""
+    if gpu is None or isinstance(o.prefill, int):
+        return price_load(m, machine, gpu, o, context)
+    return price(m, machine, gpu, replace(o, prefill="windows"), context)
 
 
-def _ram(p: Plan, gguf: GgufFile, g: Geometry) -> int:
-    """RAM that staging may take beside tickets of the largest chunk: what is left, or what the cache of a mapped file
-    gives back."""
-    left = p.free_bytes["ram"] - p.total_bytes("ram")
-    left = max(left, MAPPED_STAGING_BYTES) if p.experts == "mapped" else left
-    return left - sum(x.n_bytes for x in _tickets(p, gguf, g, CHUNKS[0]))
-
-
-def _tickets(p: Plan, gguf: GgufFile, g: Geometry, rows: int) -> list[PlanLine]:
-    """The plan's line for the n-gram rows of a chunk on their way; empty without such a table."""
-    return [ticket_line(g, gguf.info(TABLE_NAME).row_bytes, rows, p.ngram == "direct")] if g.ngram else []
-
-
-def lendable_bytes(p: Plan) -> int:
-    """Of the expert slots, how many may be lent to a chunk: 0 if none."""
-    if p.experts == "resident" or not p.slots:
+def lendable_bytes(slots: Sequence[int], slot_bytes: Sequence[int], experts: str) -> int:
+    """Of the expert slots of all layers, how many bytes may be lent to a chunk: 0 if none."""
+    if experts == "resident" or not slots:
         return 0
-    total = sum(n * size for n, size in zip(p.slots, p.slot_bytes, strict=True))
-    return max(0, min(int(LENT_SHARE * total), total - KEPT_SLOTS * max(p.slot_bytes)))
+    total = sum(n * size for n, size in zip(slots, slot_bytes, strict=True))
+    return max(0, min(int(LENT_SHARE * total), total - KEPT_SLOTS * max(slot_bytes)))
 
 
-def with_chunk(p: Plan, gguf: GgufFile, g: Geometry, lends: bool = False) -> Plan:
-    """The plan with the largest prefill chunk that fits beside everything else, or with a note that none does.
+def _lendable(p: Priced) -> int:
+    return lendable_bytes(p.allotment.slots, p.slot_bytes, p.experts)
 
-    lends   what a chunk needs only while it is read lies in expert slots, if they have room for it; else beside them
-    """
-    spare = {"vram": p.free_bytes["vram"] - p.total_bytes("vram"), "ram": _ram(p, gguf, g)}
-    if lends:
-        spare["lent"] = lendable_bytes(p)
-    of = largest_for(gguf, g, p.context, p.kv, spare, p.slots)
-    if of is None and lends:
-        return with_chunk(p, gguf, g)
-    if of is None:
-        return replace(p, notes=(*p.notes, _by_windows(g, "no room for a chunk beside the experts")))
+
+def _spare(p: Priced, device: str) -> int:
+    return p.free_bytes[device] - sum(x.held_bytes for x in p.lines if x.device == device)
+
+
+def _bytes_of(p: Priced, line: str) -> int:
+    return sum(x.n_bytes for x in p.lines if x.line == line)
+
+
+# ---- which chunks there could be
+
+
+def _candidates(m: ModelFacts, p: Priced, o: PlanOptions, shared: bool) -> list[ChunkBytes]:
+    """Chunks that RAM has room for, small ones first: those up to the context, or the one that was asked for."""
+    cells = round_context(p.context)
+    sizes = (o.prefill,) if isinstance(o.prefill, int) else [n for n in reversed(CHUNKS) if n <= max(cells, CELL_ROWS)]
+    room = _spare(p, "ram")
+    if p.experts == "mapped":
+        held = sum(x.held_bytes for x in p.lines if x.device == "ram" and x.kind == "map")
+        room = max(room, min(held, MAPPED_STAGING_BYTES))
+    priced = (m.chunks.of(rows, cells, shared) for rows in sizes)
+    return [of for of in priced if of.staging + _more_tickets(m, p, of.rows) <= room]
+
+
+def _tickets(m: ModelFacts, p: Priced, rows: int) -> list[PlanLine]:
+    """The line for the n-gram rows of a chunk on their way; empty without such a table."""
+    return [ticket_line(m.geometry, m.ngram_row_bytes, rows, p.ngram == "direct")] if m.ngram_rows else []
+
+
+def _more_tickets(m: ModelFacts, p: Priced, rows: int) -> int:
+    return sum(x.n_bytes for x in _tickets(m, p, rows)) - _bytes_of(p, TICKETS)
+
+
+def _by_windows(p: Priced, why: str) -> Priced:
+    return replace(p, notes=(*p.notes, f"prompts are read by windows: {why}"))
+
+
+def _without(m: ModelFacts, p: Priced, o: PlanOptions, why: str, found: list[ChunkBytes], vram_short: int) -> Priced:
+    """No chunk fits: a note, or a shortfall if one was asked for. found: those that RAM has room for."""
+    if not isinstance(o.prefill, int):
+        return _by_windows(p, why)
+    of = m.chunks.of(o.prefill, round_context(p.context), shared=True)
+    ram_short = of.staging + _more_tickets(m, p, of.rows) - _spare(p, "ram")
+    device, short = ("vram", vram_short) if found else ("ram", ram_short)
+    free = p.free_bytes[device]
+    lacks = Shortfall(device, f"prefill chunk of {of.rows:,} rows", free + max(short, 1), free)
+    return replace(p, shortfalls=(*p.shortfalls, lacks))
+
+
+def _problem(m: ModelFacts, p: Priced, o: PlanOptions) -> Priced | None:
+    """The configuration without chunks where there are none, else None."""
+    if p.shortfalls or o.prefill == "windows":
+        return p
+    problem = "a file of unknown tensors" if m.chunks is None else m.chunks.problem
+    if problem is None:
+        return None
+    if isinstance(o.prefill, int):
+        raise BadArgument(f"chunks do not take {problem}", found=f"prefill={o.prefill}", needed="auto or windows")
+    return _by_windows(p, f"chunks do not take {problem}")
+
+
+# ---- what a load does
+
+
+def _with_chunk(m: ModelFacts, p: Priced, of: ChunkBytes, lends: bool) -> Priced:
+    """The configuration with the lines of a chunk that it has room for."""
     own = of.lasting if lends else of.device_bytes
     lines = [
         PlanLine("prefill buffers", "vram", own, f"chunks of up to {of.rows:,} rows"),
@@ -108,36 +154,114 @@ def with_chunk(p: Plan, gguf: GgufFile, g: Geometry, lends: bool = False) -> Pla
     if lends:
         reason = "of the expert cache, while a chunk is read"
         lines.append(PlanLine("prefill loan", "vram", of.lendable, reason, "lent", 0))
-    tickets = _tickets(p, gguf, g, of.rows)
-    kept = [x for x in p.lines if not (tickets and x.line == TICKETS)]
-    return replace(p, prefill_rows=of.rows, lines=(*kept, *(line for line in (*lines, *tickets) if line.n_bytes)))
+    tickets = {x.line: x for x in _tickets(m, p, of.rows)}
+    kept = [tickets.get(x.line, x) for x in p.lines]
+    made = replace(p, lines=(*kept, *(x for x in lines if x.n_bytes)), prefill_rows=of.rows)
+    over = -_spare(made, "ram")
+    if over <= 0:
+        return replace(made, spare_ram_bytes=max(0, min(p.spare_ram_bytes, -over)))
+    # Pinned memory pushes pages of the file out.
+    pages = [replace(x, held=x.held_bytes - over) if x.device == "ram" and x.kind == "map" else x for x in made.lines]
+    return replace(made, lines=tuple(pages), ram_expert_bytes=p.ram_expert_bytes - over, spare_ram_bytes=0,
+                   needs_disk=True)  # fmt: skip
 
 
-def paid_with_slots(plan_of: Callable[[PlanOptions], Plan], o: PlanOptions, gguf: GgufFile, g: Geometry) -> Plan:
-    """The plan of a card that holds a part of the experts, with a prefill chunk that borrows slots or replaces some.
+def _every(m: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, context: int) -> Priced:
+    """Every expert in VRAM; a chunk gets what that leaves."""
+    base = price(m, machine, gpu, replace(o, prefill="windows"), context)
+    return _problem(m, base, o) or _beside(m, base, o, shared=False)
 
-    plan_of   makes a plan. A chunk may take up to SLOT_SHARE of the expert cache, or LASTING_SHARE beside what it
-    borrows: prompts are read many times faster by chunks, and decode loses a little of its hit rate. Slots that were
-    asked for stay; then only what is left counts.
-    """
-    made = plan_of(replace(o, prefill="windows"))
-    if not made.fits or o.prefill != "auto":
-        return made
-    lends = lendable_bytes(made) > 0
+
+def _beside(m: ModelFacts, base: Priced, o: PlanOptions, shared: bool = True) -> Priced:
+    """The slots stay; a chunk borrows some of them, or lies beside them."""
+    spare, lent = _spare(base, "vram"), _lendable(base) if shared else 0
+    found = _candidates(m, base, o, shared)
+    for of in reversed(found):
+        if 0 < of.lendable <= lent and of.lasting <= spare:
+            return _with_chunk(m, base, of, lends=True)
+    for of in reversed(found):
+        if of.device_bytes <= spare:
+            return _with_chunk(m, base, of, lends=False)
+    lacking = found[-1].device_bytes - spare if found else 0
+    return _without(m, base, o, "no room for a chunk beside the experts", found, lacking)
+
+
+def _shared(m: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, context: int) -> Priced:
+    """A part of the experts in VRAM. Where no number of slots was asked for, a chunk may take the place of some."""
+    base = price(m, machine, gpu, replace(o, prefill="windows"), context)
+    settled = _problem(m, base, o)
+    if settled is not None:
+        return settled
     if o.slots is not None:
-        return with_chunk(made, gguf, g, lends)
-    cache = sum(line.n_bytes for line in made.lines if line.line == "expert cache")
-    spare = {"vram": int((LASTING_SHARE if lends else SLOT_SHARE) * cache), "ram": _ram(made, gguf, g)}
-    if lends:
-        spare["lent"] = int((1 - LASTING_SHARE) * lendable_bytes(made))  # of the slots that are left
-    of = largest_for(gguf, g, made.context, made.kv, spare, made.slots)
-    if of is None:
-        note = _by_windows(g, "a chunk would take too many of the expert slots")
-        return replace(made, notes=(*made.notes, note))
-    reserve, taken = made.line("reserve").n_bytes, of.lasting if lends else of.device_bytes
-    options = replace(o, prefill="windows", context=made.context, reserve_mib=(reserve + taken) / MIB)
-    smaller = plan_of(options)
-    if not smaller.fits:
-        return made
-    lines = [replace(x, n_bytes=reserve) if x.line == "reserve" else x for x in smaller.lines]
-    return with_chunk(replace(smaller, lines=tuple(lines), largest_context=made.largest_context), gguf, g, lends)
+        return _beside(m, base, o)
+    if base.experts == "resident" or not _lendable(base):
+        return _instead(m, machine, gpu, o, base)
+    return _borrowing(m, machine, gpu, o, base)
+
+
+def _sized(
+    m: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, base: Priced, cache: int, reserve: int
+) -> Priced:
+    """The configuration of `base` with an expert cache of up to `cache` bytes and that reserve."""
+    fixed = base.free_bytes["vram"] - _spare(base, "vram") - _bytes_of(base, "reserve") - _bytes_of(base, CACHE)
+    left = base.free_bytes["vram"] - fixed - cache
+    found = price(m, machine, gpu, replace(o, prefill="windows", reserve_mib=left / MIB), base.context)
+    lines = tuple(replace(x, n_bytes=reserve) if x.line == "reserve" else x for x in found.lines)
+    return replace(found, lines=lines)
+
+
+def _instead(m: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, base: Priced) -> Priced:
+    """A chunk in the place of slots: the largest that takes no more than SLOT_SHARE of the cache, and whose slots RAM
+    has room for."""
+    room, reserve = _bytes_of(base, CACHE) + _spare(base, "vram"), _bytes_of(base, "reserve")
+    most = room - max(base.slot_bytes) if isinstance(o.prefill, int) else int(SLOT_SHARE * room)
+    found = _candidates(m, base, o, shared=True)
+    fitting = [of for of in found if of.device_bytes <= most]
+    for of in reversed(fitting):
+        made = _sized(m, machine, gpu, o, base, room - of.device_bytes, reserve)
+        good = made.experts == base.experts and not made.shortfalls
+        if good and any(c.rows == of.rows for c in _candidates(m, made, o, shared=True)):
+            return _with_chunk(m, made, of, lends=False)
+    if fitting and o.experts == "auto" and base.experts == "resident":  # slots that could be lent need no more RAM
+        mapped = _shared(m, machine, gpu, replace(o, experts="mapped"), base.context)
+        if mapped.prefill_rows and not mapped.shortfalls and not mapped.needs_disk:
+            return mapped
+    lacking = found[-1].device_bytes - most if found and not fitting else 0
+    return _without(m, base, o, "a chunk would take too many of the expert slots", [] if fitting else found, lacking)
+
+
+def _least_cache(m: ModelFacts, p: Priced, of: ChunkBytes, insisted: bool) -> int:
+    """Bytes of the smallest expert cache that goes with a chunk that borrows slots. It does not depend on the context,
+    up to the trained one, so that a longer one never gives more slots."""
+    longest = max(round_context(m.geometry.trained_context), round_context(p.context))
+    lendable, slot = m.chunks.of(of.rows, longest, shared=True).lendable, max(p.slot_bytes)
+    lends = max(ceil(lendable / LENT_SHARE) + 1, lendable + KEPT_SLOTS * slot) + slot
+    return lends if insisted else max(lends, ceil(of.lasting * (1 - LASTING_SHARE) / LASTING_SHARE))
+
+
+def _borrowing(
+    m: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, base: Priced, shrinks: bool = True
+) -> Priced:
+    """A chunk that borrows slots. On a small card the reserve shrinks if only that leaves enough of them."""
+    insisted = isinstance(o.prefill, int)
+    room, reserve = _bytes_of(base, CACHE) + _spare(base, "vram"), _bytes_of(base, "reserve")
+    found = _candidates(m, base, o, shared=True)
+    least = [_least_cache(m, base, of, insisted) for of in found]
+    n = sum(room >= cache + of.lasting for of, cache in zip(found, least, strict=True))
+    notes: tuple[str, ...] = ()
+    if not n and found:
+        lacking = least[0] + found[0].lasting - room
+        if shrinks and o.reserve_mib is None and reserve - lacking >= SMALLEST_RESERVE_MIB * MIB:
+            n, room, reserve = 1, room + lacking, reserve - lacking
+            notes = (f"reserve {reserve / MIB:,.0f} MiB instead of {RESERVE_MIB}: a prefill chunk comes first",)
+    taken = found[n - 1].lasting if n else 0
+    cache = min([room - taken, *least[n : n + 1]])
+    made = _sized(m, machine, gpu, o, base, cache, reserve)
+    if made.experts != base.experts:  # more slots than before, so that RAM could hold the others
+        made = _sized(m, machine, gpu, replace(o, experts=base.experts), base, cache, reserve)
+    if notes and made.allotment.n_slots >= m.n_pairs:  # so small a model shares nothing then
+        return _borrowing(m, machine, gpu, o, base, shrinks=False)
+    if not n:
+        lacking = least[0] + found[0].lasting - room if found else 0
+        return _without(m, made, o, "a chunk would take too many of the expert slots", found, lacking)
+    return _with_chunk(m, replace(made, notes=(*made.notes, *notes)), found[n - 1], lends=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from strata.base.plan import DiskRead, Estimate
 from strata.planner.facts import ModelFacts
 from strata.planner.machine import Gpu, Machine
-from strata.planner.rates import CpuCosts, Part, product_ms
+from strata.planner.rates import CpuCosts, Part, exposed, product_ms
 from strata.planner.state_bytes import gdn_state_bytes, kv_cell_bytes
 
 SKEW = 0.4
@@ -175,7 +175,7 @@ def estimate_cpu(
         "dense weights from RAM": product_ms(dense, costs, threads, gbps),
         "experts from RAM": (product_ms(experts, costs, threads, gbps) + costs.expert_ms(g, threads))
         * (1 - where.disk),
-        "state and attention": max(costs.state_ms(g, cells, threads), state_bytes / gbps / 1e6),
+        "state and attention": exposed(costs.state_ms(g, cells, threads), state_bytes / gbps / 1e6),
         "ops and joins": costs.fixed_ms(g, n_ops, threads),
     }
     if disk_ms:

@@ -19,6 +19,7 @@ from strata.planner.draft import DraftFacts
 from strata.planner.vram_bytes import aligned, matrix_bytes
 
 if TYPE_CHECKING:
+    from strata.planner.chunk_facts import ChunkFacts
     from strata.planner.split_bytes import SplitFacts
 
 
@@ -50,6 +51,7 @@ class ModelFacts:
     cpu_private_bytes   what the CPU backend's ops ask for besides the programs' buffers
     gpu_private_bytes   the same of the GPU backend, without what grows with the context
     split          what sharing experts with the CPU takes; None where they cannot be shared, or nobody asked
+    chunks         what prefill chunks on a GPU take; None if nobody asked
     scaled_layers  layers whose experts have output factors
     missing_bytes  what a truncated file lacks
     """
@@ -76,6 +78,7 @@ class ModelFacts:
     n_shards: int = 1
     draft: DraftFacts | None = None
     split: SplitFacts | None = None
+    chunks: ChunkFacts | None = field(default=None, compare=False, repr=False)
     notes: tuple[str, ...] = field(default=())
 
     @property

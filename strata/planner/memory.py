@@ -1,22 +1,25 @@
-"""The plan: a pure function of file facts, machine facts and options, and the same from a file's path."""
+"""A plan out of priced configurations: a pure function of file facts, machine facts and options. Facts of a file.
+
+`plan` sizes an expert cache without regard to what a load's prefill chunks take for good; `of_load.plan_of_load` is
+the plan that a load executes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from strata.arch import architecture_of
-from strata.base.errors import BadArgument, need
+from strata.base.errors import BadArgument
 from strata.base.geometry import CELL_ROWS, Geometry
 from strata.base.plan import Plan
 from strata.cpu.lower import Lowering, Memory
 from strata.cpu.weights import Weights
 from strata.pack.experts import ExpertLayout, expert_layout
 from strata.pack.gguf_file import GgufFile
-from strata.pack.profile import read_profile
 from strata.pack.tensors import Tensors
-from strata.planner.calibrate import measure_costs, types_of
+from strata.planner.chunk_facts import ChunkFacts
 from strata.planner.draft import (
     DRAFT_VOCABULARY,
     MODEL,
@@ -30,11 +33,12 @@ from strata.planner.draft import (
 )
 from strata.planner.estimate import disk_reads, estimate_cpu, estimate_gpu, residency
 from strata.planner.facts import ModelFacts, model_facts
+from strata.planner.fitting import PriceOf, largest_context
 from strata.planner.machine import Gpu, Machine
 from strata.planner.missing import assume_table
 from strata.planner.needs import PREFILL, priced_programs
-from strata.planner.options import DRAFTS, PlanOptions, make_options
-from strata.planner.pricing import Priced, default_threads, draft_of, largest_context, price
+from strata.planner.options import PlanOptions, make_options
+from strata.planner.pricing import Priced, default_threads, draft_of, price
 from strata.planner.rates import CpuCosts
 from strata.planner.remedies import remedies, slots_per_gib
 from strata.planner.split_bytes import FORMS, SplitFacts, split_facts
@@ -82,6 +86,20 @@ def _check_cpu(machine: Machine, o: PlanOptions) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Pricing:
+    """How configurations of a plan are priced.
+
+    quick   fits where price_of fits, disk reads aside
+    share   (facts, machine, card, threads, hit rate, costs) -> share of the missing experts for the link, where a load
+            may use it; None: by the rates of the estimate
+    """
+
+    price_of: PriceOf = price
+    quick: PriceOf = price
+    share: Callable[[ModelFacts, Machine, Gpu, int, float, CpuCosts], float] | None = None
+
+
 def plan(
     model: ModelFacts,
     machine: Machine,
@@ -90,7 +108,7 @@ def plan(
     costs: CpuCosts | None = None,
     **given: object,
 ) -> Plan:
-    """Price a load of `model` on `machine`. Pure: nothing is read or taken.
+    """Price one configuration of `model` on `machine`. Pure: nothing is read or taken.
 
     options, or the same as keyword arguments. A plan that does not fit is returned all the same (`fits`, `shortfalls`,
     `remedies`); `Plan.require()` turns it into the error a load raises. Raises BadArgument for options that contradict
@@ -99,8 +117,19 @@ def plan(
     if options is not None and given:
         raise BadArgument("give options or keyword arguments, not both")
     o = options or make_options(**given)
-    g = model.geometry
-    gpu = choose_device(machine, o)
+    return make_plan(model, machine, choose_device(machine, o), o, costs)
+
+
+def make_plan(
+    model: ModelFacts,
+    machine: Machine,
+    gpu: Gpu | None,
+    o: PlanOptions,
+    costs: CpuCosts | None = None,
+    by: Pricing | None = None,
+) -> Plan:
+    """The plan on `gpu`, or on the CPU when that is None."""
+    by, g = by or Pricing(), model.geometry
     if o.profile is not None and (o.profile.n_layers, o.profile.n_experts) != (g.L, g.E):
         raise BadArgument(
             "the profile is of another model",
@@ -108,12 +137,12 @@ def plan(
             needed=f"{g.L} x {g.E}",
         )
     notes = list(model.notes)
-    largest = largest_context(model, machine, gpu, o)
-    context, why = _context(model, machine, gpu, o, largest)
+    largest = largest_context(model, machine, gpu, o, price_of=by.quick)
+    context, why = _context(model, machine, gpu, o, largest, by)
     notes += why
-    priced = price(model, machine, gpu, o, context)
+    priced = by.price_of(model, machine, gpu, o, context)
     if gpu is not None and o.context is None and context > MODEST_CONTEXT and not priced.shortfalls:
-        notes += _context_cost(model, machine, gpu, o, context, priced)
+        notes += _context_cost(model, machine, gpu, o, context, priced, by)
     threads = default_threads(machine, gpu, o)
     if o.threads is not None and o.threads > machine.usable_cores:
         notes.append(
@@ -126,10 +155,11 @@ def plan(
     if gpu is None:
         estimate = estimate_cpu(model, machine, threads, context, priced.kv, where, reads, count_ops(g), costs)
     else:
-        link = priced.experts in ("pinned", "resident") or bool(o.pcie_share)
-        estimate = estimate_gpu(
-            model, machine, gpu, threads, context, priced.kv, where, reads, link, costs, o.pcie_share
-        )
+        share = o.pcie_share
+        link = priced.experts in ("pinned", "resident") or bool(share)
+        if share is None and by.share is not None and any(x.line == "link staging" for x in priced.lines):
+            share = by.share(model, machine, gpu, threads, where.vram, costs)
+        estimate = estimate_gpu(model, machine, gpu, threads, context, priced.kv, where, reads, link, costs, share)
     if where.disk > 0:
         notes.append(
             f"disk-bound: {where.disk:.0%} of the routed experts come from disk, at most "
@@ -161,9 +191,9 @@ def plan(
         estimate=estimate,
         shortfalls=priced.shortfalls,
         notes=(*notes, *priced.notes),
-        remedies=remedies(model, machine, gpu, o, context, priced),
+        remedies=remedies(model, machine, gpu, o, context, priced, by.price_of),
         largest_context=largest,
-        slots_per_gib=slots_per_gib(model, machine, gpu, o, context, priced),
+        slots_per_gib=slots_per_gib(model, machine, gpu, o, context, priced, by.price_of),
         pcie_share=estimate.pcie_share,
         link_gbps=None if gpu is None else gpu.link_gbps,
         missing_bytes=model.missing_bytes,
@@ -172,7 +202,9 @@ def plan(
     )
 
 
-def _context(m: ModelFacts, machine: Machine, gpu: Gpu | None, o: PlanOptions, largest: int) -> tuple[int, list[str]]:
+def _context(
+    m: ModelFacts, machine: Machine, gpu: Gpu | None, o: PlanOptions, largest: int, by: Pricing
+) -> tuple[int, list[str]]:
     """(context, notes): as asked, else the smaller of the trained one and what fits, without disk reads if that can
     be."""
     trained = m.geometry.trained_context
@@ -183,7 +215,9 @@ def _context(m: ModelFacts, machine: Machine, gpu: Gpu | None, o: PlanOptions, l
             else []
         )
         return o.context, note
-    quick = largest_context(m, machine, gpu, o, no_disk=True)
+    quick = largest_context(m, machine, gpu, o, no_disk=True, price_of=by.quick)
+    if quick and by.price_of(m, machine, gpu, o, quick).needs_disk:
+        quick = largest_context(m, machine, gpu, o, no_disk=True, price_of=by.price_of)
     if quick:
         note = [] if quick == trained else [f"context {quick:,} of the trained {trained:,}: the largest that fits"]
         return quick, note
@@ -193,10 +227,12 @@ def _context(m: ModelFacts, machine: Machine, gpu: Gpu | None, o: PlanOptions, l
     return min(trained, SHOWN_CONTEXT), []
 
 
-def _context_cost(m: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, context: int, priced: Priced) -> list[str]:
+def _context_cost(
+    m: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, context: int, priced: Priced, by: Pricing
+) -> list[str]:
     """A note on what the automatic context costs in slots: the cache follows the configured context, not the used
     one."""
-    modest = price(m, machine, gpu, replace(o, context=MODEST_CONTEXT), MODEST_CONTEXT)
+    modest = by.price_of(m, machine, gpu, replace(o, context=MODEST_CONTEXT), MODEST_CONTEXT)
     gain = modest.allotment.n_slots - priced.allotment.n_slots
     if gain <= 0:
         return []
@@ -229,9 +265,9 @@ def facts_of(gguf: GgufFile, geometry: Geometry, draft: Path | str | None = None
     """Facts of an opened and checked file. draft: source of its draft layer, STANDARD for one that is not here."""
     layout = expert_layout(gguf, geometry.L)
     on_cpu, on_gpu = cpu_private_bytes(gguf, geometry, layout), gpu_private_bytes(gguf, geometry, layout)
-    split = _split(gguf, geometry, layout)
+    split, chunks = _split(gguf, geometry, layout), ChunkFacts(gguf, geometry, layout)
     if draft is None:
-        return replace(model_facts(gguf, geometry, on_cpu, on_gpu), split=split)
+        return replace(model_facts(gguf, geometry, on_cpu, on_gpu), split=split, chunks=chunks)
     if draft == STANDARD:
         tensors, rows = standard_tensors(geometry), min(DRAFT_VOCABULARY, geometry.V)
     else:
@@ -243,7 +279,7 @@ def facts_of(gguf: GgufFile, geometry: Geometry, draft: Path | str | None = None
     with_gpu = gpu_private_bytes(gguf, geometry, layout, held, rows)
     found = facts_of_tensors(geometry, tensors, head.row_bytes, rows, private, str(draft), with_gpu)
     split = _split(gguf, geometry, layout, held, rows)
-    return replace(model_facts(gguf, geometry, on_cpu, on_gpu, found), split=split)
+    return replace(model_facts(gguf, geometry, on_cpu, on_gpu, found), split=split, chunks=chunks)
 
 
 def _split(
@@ -290,30 +326,3 @@ def gpu_private_bytes(
     tensors, programs = Tensors(gguf, held), priced_programs(geometry, draft_rows)
     windows = [p for i, p in enumerate(programs) if i != PREFILL]
     return private_bytes(windows, lambda name: tensors.info(name).format, layout, form)
-
-
-def plan_file(path: str | Path, *, machine: Machine | None = None, measure: bool = False, **options: object) -> Plan:
-    """Plan the load of a GGUF file (any shard) on `machine`, this one by default. Reads headers only.
-
-    measure  time the CPU kernels of the file's types on this machine instead of taking listed rates
-    options  those of PlanOptions; besides, `slots` may be "all", `draft` what a load takes (a path, None, an object
-             that drafts by itself) and `profile` the path of a profile file
-
-    Raises FileError or ModelError for a file that cannot be planned, BadArgument for options.
-    """
-    need(isinstance(path, str | Path), "path is no path", found=repr(path), needed="str or Path")
-    draft = options.get("draft", "off")
-    if draft is None or callable(getattr(draft, "propose", None)):
-        options = {**options, "draft": "off" if draft is None else "lookup"}
-    elif isinstance(draft, str | Path) and draft not in DRAFTS:
-        options = {**options, "draft": "auto"}
-    profile = options.get("profile")
-    everything = options.get("slots") == "all"
-    make_options(**{**options, "profile": None, **({"slots": None} if everything else {})})
-    facts = read_facts(path, draft)
-    if everything:
-        options = {**options, "slots": facts.n_pairs}
-    if isinstance(profile, str | Path):
-        options = {**options, "profile": read_profile(profile, facts.geometry.L, facts.geometry.E)}
-    costs = measure_costs(types_of(facts)) if measure else None
-    return plan(facts, machine or Machine.here(path, measure=True), make_options(**options), costs=costs)

@@ -6,7 +6,7 @@ import difflib
 from dataclasses import dataclass, fields
 
 from strata.base.errors import BadArgument, need
-from strata.base.geometry import CELL_ROWS
+from strata.base.geometry import CELL_ROWS, LEAST_CONTEXT
 from strata.base.numbers import real_number, whole_number
 from strata.pack.profile import ExpertProfile
 from strata.planner.state_bytes import kv_format
@@ -70,6 +70,10 @@ class PlanOptions:
         for name, least in (("context", 1), ("slots", 0), ("ngram_cache_rows", 0), ("threads", 1),
                             ("draft_vocabulary", 1)):  # fmt: skip
             self._set(name, _whole(name, getattr(self, name), least))
+        small = self.context is not None and self.context < LEAST_CONTEXT
+        need(not small, "the context is too small", found=self.context, needed=f">= {LEAST_CONTEXT}")
+        known = self.profile is None or isinstance(self.profile, ExpertProfile)
+        need(known, "profile is unusable", found=repr(self.profile), needed="a path or an ExpertProfile")
         kv_format(self.kv, 1)
         need(self.ngram in NGRAM_MODES, f"unknown ngram {self.ngram!r}", needed=" or ".join(NGRAM_MODES))
         check_device_name(self.device)

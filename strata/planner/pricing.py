@@ -14,7 +14,7 @@ from strata.planner.facts import ModelFacts
 from strata.planner.machine import Gpu, Machine
 from strata.planner.options import PlanOptions
 from strata.planner.slots import Allotment, admission_queue
-from strata.planner.state_bytes import F16_CONTEXT, kv_format, round_context
+from strata.planner.state_bytes import kv_format
 from strata.planner.vram_bytes import relaid_bytes
 
 FLOOR_BYTES, FLOOR_SHARE, FREE_SHARE = 2560 * MIB, 8, 4
@@ -353,32 +353,3 @@ def price(m: ModelFacts, machine: Machine, gpu: Gpu | None, o: PlanOptions, cont
         return price(m, machine, gpu, replace(o, ngram="direct"), context)
     priced = price_cpu(m, machine, o, context) if gpu is None else price_gpu(m, machine, gpu, o, context)
     return replace(priced, ngram=o.ngram)
-
-
-def fits_at(
-    m: ModelFacts, machine: Machine, gpu: Gpu | None, o: PlanOptions, context: int, *, no_disk: bool = False
-) -> bool:
-    priced = price(m, machine, gpu, o, context)
-    return not priced.shortfalls and not (no_disk and priced.needs_disk)
-
-
-def largest_context(m: ModelFacts, machine: Machine, gpu: Gpu | None, o: PlanOptions, *, no_disk: bool = False) -> int:
-    """Largest context in whole cells, up to the trained one, that fits with everything else unchanged; 0 if none.
-
-    With kv="auto" the format changes on the way, so the two ranges are searched one after the other, the longer first.
-    """
-    top = round_context(m.geometry.trained_context) // 256
-    ranges = [(1, top)]
-    if o.kv == "auto" and top > F16_CONTEXT // 256:
-        ranges = [(F16_CONTEXT // 256 + 1, top), (1, F16_CONTEXT // 256)]
-    for low, high in ranges:
-        if not fits_at(m, machine, gpu, o, low * 256, no_disk=no_disk):
-            continue
-        while low < high:
-            middle = (low + high + 1) // 2
-            if fits_at(m, machine, gpu, o, middle * 256, no_disk=no_disk):
-                low = middle
-            else:
-                high = middle - 1
-        return min(low * 256, m.geometry.trained_context)
-    return 0

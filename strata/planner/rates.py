@@ -9,22 +9,23 @@ from strata.base.geometry import Geometry
 from strata.planner.machine import TIERS
 
 CORE_GBPS: dict[str, tuple[float, float, float]] = {
-    "Q8_0": (8.4, 27.0, 29.0), "IQ4_NL": (2.0, 12.6, 25.0), "MXFP4": (2.0, 11.1, 21.0), "Q2_0": (1.1, 12.1, 19.9),
-    "Q4_K": (4.1, 19.0, 24.0), "Q5_K": (3.7, 17.0, 20.0), "Q6_K": (4.1, 17.0, 20.0), "Q3_K": (2.0, 12.0, 16.0),
-    "Q2_K": (2.1, 12.0, 16.0), "IQ3_XXS": (2.4, 5.0, 10.6), "IQ3_S": (2.0, 5.0, 9.5), "IQ2_XXS": (1.9, 4.5, 9.0),
-    "IQ2_XS": (1.8, 4.5, 9.0), "IQ2_S": (1.8, 4.5, 9.0), "IQ1_S": (1.2, 4.0, 7.0), "IQ1_M": (1.0, 4.0, 7.0),
-    "IQ4_XS": (2.0, 12.0, 20.0), "NVFP4": (2.2, 10.0, 18.0), "Q4_0": (3.3, 12.6, 25.0), "Q4_1": (3.6, 12.6, 24.0),
-    "Q5_0": (2.8, 12.0, 22.0), "Q5_1": (3.0, 12.0, 22.0), "BF16": (18.0, 18.0, 26.0), "F16": (15.5, 18.0, 26.0),
-    "F32": (26.0, 26.0, 28.0),
+    "Q8_0": (8.4, 29.7, 35.9), "IQ4_NL": (2.0, 14.6, 27.8), "MXFP4": (2.0, 15.6, 23.5), "Q2_0": (1.1, 13.9, 19.8),
+    "Q4_K": (4.1, 23.4, 26.6), "Q5_K": (3.7, 22.7, 24.6), "Q6_K": (4.1, 26.0, 26.0), "Q3_K": (2.0, 12.5, 14.4),
+    "Q2_K": (2.1, 10.9, 15.0), "IQ3_XXS": (2.4, 4.6, 14.1), "IQ3_S": (2.0, 3.6, 13.4), "IQ2_XXS": (1.9, 4.1, 8.7),
+    "IQ2_XS": (1.8, 4.7, 7.9), "IQ2_S": (1.8, 5.4, 7.6), "IQ1_S": (1.2, 3.6, 4.6), "IQ1_M": (1.0, 3.0, 5.1),
+    "IQ4_XS": (2.0, 17.0, 26.3), "NVFP4": (2.2, 18.1, 22.0), "Q4_0": (3.3, 19.6, 29.1), "Q4_1": (3.6, 20.5, 26.9),
+    "Q5_0": (2.8, 16.1, 23.9), "Q5_1": (3.0, 17.3, 23.4), "BF16": (18.0, 37.5, 45.0), "F16": (15.5, 41.2, 55.5),
+    "F32": (26.0, 67.6, 67.6),
 }  # fmt: skip
-"""GB/s of weight bytes that one core turns into products at one row of 2,560 values: portable, avx2, avx512."""
+"""GB/s of weight bytes that one core turns into products at one row of 2,560 values, from its cache: portable, avx2,
+avx512; see docs/measurements/cpu-kernels.md."""
 
-ROW_NS = {"portable": (15.0, 45.0), "avx2": (8.0, 20.0), "avx512": (8.0, 20.0)}
+ROW_NS = {"portable": (15.0, 45.0), "avx2": (3.0, 6.0), "avx512": (2.5, 3.5)}
 """Cost of one matrix row besides its bytes (sums across lanes, loop), for quantised and for float types."""
 
 EXPERT_NS = {"portable": 20.0, "avx2": 6.0, "avx512": 5.0}
 
-EXPOSED_SHARE = 0.4
+EXPOSED_SHARE = 0.2
 """Of computing and reading at once: share of the shorter one that the other does not hide."""
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
@@ -47,7 +48,7 @@ class CpuCosts:
     core_gbps       measured rates by type, instead of the listed ones
     row_ns          measured cost of a row by type
     stream_gbps     measured rates by type, with the bytes read from memory
-    gdn_ns          a window's step, per value of recurrent state; commit_ns for its commit
+    gdn_ns          a window's step, per value of recurrent state in the cache; commit_ns for its commit
     attend_ns       per attended cell and value of all query heads
     hc_ns           hyper-connection reads and adds, per value of the streams
     element_ns      other element-wise work, per value
@@ -61,15 +62,15 @@ class CpuCosts:
     core_gbps: Mapping[str, float] = field(default_factory=dict)
     row_ns: Mapping[str, float] = field(default_factory=dict)
     stream_gbps: Mapping[str, float] = field(default_factory=dict)
-    gdn_ns: float = 0.2
-    commit_ns: float = 0.22
+    gdn_ns: float = 0.16
+    commit_ns: float = 0.13
     attend_ns: float = 0.09
     hc_ns: float = 1.3
     element_ns: float = 1.5
     expert_ns: float | None = None
-    op_us: float = 0.1
+    op_us: float = 0.03
     join_us: float = 1.0
-    host_us: float = 80.0
+    host_us: float = 50.0
     pace: float = 1.0
 
     @property
@@ -107,6 +108,11 @@ class CpuCosts:
         return self.pace * ((hc + other * self.element_ns) / 1e6 + (joins + self.host_us) / 1e3)
 
 
+def exposed(compute: float, read: float) -> float:
+    """Time of computing on bytes while they are read: the longer of both, and what it does not hide of the shorter."""
+    return max(compute, read) + EXPOSED_SHARE * min(compute, read)
+
+
 def product_ms(parts: Iterable[Part], costs: CpuCosts, threads: int, memory_gbps: float) -> float:
     """Time of products: `threads` cores at their types' rates, while memory is read (inf: in the cache)."""
     total = 0.0
@@ -116,5 +122,5 @@ def product_ms(parts: Iterable[Part], costs: CpuCosts, threads: int, memory_gbps
         if read and p.kind in costs.stream_gbps:
             total += max(p.n_bytes / costs.stream_gbps[p.kind] / threads + rows, read)
         else:
-            total += max(compute, read) + EXPOSED_SHARE * min(compute, read)
+            total += exposed(compute, read)
     return total / 1e6

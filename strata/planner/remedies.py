@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from strata.base.plan import GIB, MIB
 from strata.planner.facts import ModelFacts
+from strata.planner.fitting import PriceOf, fits_at, largest_context
 from strata.planner.machine import Gpu, Machine
 from strata.planner.options import PlanOptions
-from strata.planner.pricing import Priced, fits_at, largest_context, price
+from strata.planner.pricing import Priced, price
 from strata.planner.state_bytes import KV_GROUP
 
 MOST_REMEDIES = 3
@@ -60,7 +61,13 @@ def _more_memory(
 
 
 def remedies(
-    m: ModelFacts, machine: Machine, gpu: Gpu | None, o: PlanOptions, context: int, priced: Priced
+    m: ModelFacts,
+    machine: Machine,
+    gpu: Gpu | None,
+    o: PlanOptions,
+    context: int,
+    priced: Priced,
+    price_of: PriceOf = price,
 ) -> tuple[str, ...]:
     """Up to three changes, the cheapest first. Every change of an option or of the context was priced and fits."""
     if not priced.shortfalls and not priced.needs_disk:
@@ -69,7 +76,8 @@ def remedies(
     found: list[str] = []
 
     def cures(options: PlanOptions, at: int) -> bool:
-        return fits_at(m, machine, None if options.device == "cpu" else gpu, options, at, no_disk=no_disk)
+        on = None if options.device == "cpu" else gpu
+        return fits_at(m, machine, on, options, at, no_disk=no_disk, price_of=price_of)
 
     for text, options, at in _changes(m, o, context, priced.kv, gpu):
         if len(found) == MOST_REMEDIES - 1:
@@ -77,7 +85,7 @@ def remedies(
         if cures(options, at):
             found.append(text)
     if len(found) < MOST_REMEDIES - 1:
-        smaller = largest_context(m, machine, gpu, o, no_disk=no_disk)
+        smaller = largest_context(m, machine, gpu, o, no_disk=no_disk, price_of=price_of)
         if 0 < smaller < context:
             found.append(f"context={smaller}")
     if priced.shortfalls:
@@ -96,11 +104,17 @@ def _disk_bytes(m: ModelFacts, priced: Priced) -> int:
 
 
 def slots_per_gib(
-    m: ModelFacts, machine: Machine, gpu: Gpu | None, o: PlanOptions, context: int, priced: Priced
+    m: ModelFacts,
+    machine: Machine,
+    gpu: Gpu | None,
+    o: PlanOptions,
+    context: int,
+    priced: Priced,
+    price_of: PriceOf = price,
 ) -> int:
     """Further slots that one more GiB of VRAM buys."""
     if gpu is None or o.slots is not None:
         return 0
     larger = replace(gpu, free_bytes=gpu.free_bytes + GIB, total_bytes=gpu.total_bytes + GIB)
     options = replace(o, vram_gib=None if o.vram_gib is None else o.vram_gib + 1)
-    return max(price(m, machine, larger, options, context).allotment.n_slots - priced.allotment.n_slots, 0)
+    return max(price_of(m, machine, larger, options, context).allotment.n_slots - priced.allotment.n_slots, 0)

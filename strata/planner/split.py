@@ -99,7 +99,8 @@ class Split:
 
     @property
     def pcie_num(self) -> int:
-        """The share in steps of 1/256, as the device takes it: of n misses it sends n pcie_num / 256, rounded down."""
+        """The share in steps of 1/256, as the device takes it: of n misses it sends (n + 1) pcie_num / 256, rounded
+        down, so that each goes where it ends earlier."""
         return round(WHOLE * self.fraction)
 
 
