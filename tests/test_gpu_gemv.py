@@ -7,8 +7,9 @@ import pytest
 
 from strata.base import arithmetic
 from strata.base.errors import BadArgument
+from strata.gpu import gemv as package
 from strata.gpu.activations import Activations
-from strata.gpu.gemv import COLUMNS, SPLIT, gemv, relayout
+from strata.gpu.gemv import COLUMNS, SPLIT, brings_column, gemv, relayout
 from strata.gpu.gemv.huge import HUGE
 from strata.pack.formats import FORMATS, by_name
 from strata.pack.lanes import gemv as exact
@@ -47,7 +48,8 @@ def check(format, raw, x, reverse=False, spare=0, expected=None):
     T, rows = len(x), len(raw)
     weights, area = aligned(relayout(format, raw)), area_of(x, format.group)
     expected = wanted(format, raw, x) if expected is None else expected
-    for form in ("product", "split") if format.name in SPLIT else ("product",):
+    spread = T == 1 and brings_column(x.shape[1])
+    for form in ("product", "split", *("spread",) * spread) if format.name in SPLIT else ("product",):
         y = room(T, rows + spare)
         launches = gemv(format, address(weights), rows, area.places, address(y), rows + spare, form=form)
         run_all(launches, reverse=reverse)
@@ -82,6 +84,26 @@ def test_many_rows_and_columns(name):
         check(format, raw[:rows], x[:T], expected=expected[:T, :rows], reverse=rows == 33)
 
 
+@pytest.mark.parametrize("name", sorted(SPLIT))
+def test_terms_of_several_rounds(name, monkeypatch):
+    """Rows whose terms do not fit into shared memory at once, and ends of rounds that no warp's last chunk meets."""
+    monkeypatch.setattr(package, "SPREAD_BYTES", 1)
+    format = by_name(name)
+    raw, x = random_rows(format, 5, 10240, "mid", seed=3), random_activations(1, 10240, "mid", seed=4)
+    weights, area, y = aligned(relayout(format, raw)), area_of(x, format.group), room(1, 5)
+    run_all(gemv(format, address(weights), 5, area.places, address(y), form="spread"))
+    check_guards(y)
+    assert_same(y, wanted(format, raw, x), name)
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q8_0", "IQ2_S"])
+def test_a_column_that_is_too_long_for_shared_memory(name):
+    format = by_name(name)
+    raw, x = random_rows(format, 5, 14336, "mid", seed=3), random_activations(1, 14336, "mid", seed=4)
+    assert not brings_column(14336)
+    check(format, raw, x)
+
+
 @pytest.mark.parametrize("format", QUANTISED, ids=lambda f: f.name)
 def test_every_number_of_blocks(format):
     """Rows that end anywhere in a chunk."""
@@ -110,6 +132,8 @@ def test_huge(name, how):
 
 
 def test_refusals():
+    with pytest.raises(BadArgument, match="spread"):
+        gemv(by_name("Q8_0"), 64, 4, Activations.at(1 << 20, 1, 96, 32), 64, form="spread")
     x = Activations.at(1 << 20, 2, 256, 32)
     with pytest.raises(BadArgument, match="Q4_K"):
         gemv(by_name("Q4_K"), 64, 4, x, 64)

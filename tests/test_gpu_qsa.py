@@ -6,6 +6,7 @@ import pytest
 from strata.base import arithmetic
 from strata.base.errors import BadArgument
 from strata.base.program import NOT_FINITE
+from strata.base.rotary import rotary_table
 from strata.cpu.qsa_append import qsa_append, qsa_index
 from strata.cpu.qsa_attend import qsa_attend
 from strata.cpu.qsa_select import qsa_select
@@ -13,12 +14,13 @@ from strata.gpu import qsa_append as gpu_append
 from strata.gpu import qsa_attend as gpu_attend
 from strata.gpu import qsa_select as gpu_select
 from strata.gpu.activations import Activations
+from strata.gpu.error_word import where as place
 from tests import test_op_qsa_append as append_ops
 from tests import test_op_qsa_attend as attend_ops
 from tests import test_op_qsa_select as select_ops
-from tests.canonical.call import LAYER, assert_same, plain
+from tests.canonical.call import LAYER, Slot, assert_same, check_guards, guarded, plain, room
 from tests.gpu.as_cpu_op import gpu_call
-from tests.gpu.run_on_cpu import ActivationArea, address, needs_compiler
+from tests.gpu.run_on_cpu import ActivationArea, ErrorWord, address, needs_compiler, run_all
 from tests.test_op_qsa_append import (  # noqa: F401
     test_a_gate_that_is_not_finite_is_left_to_attention,
     test_a_prefill_chunk_is_longer_than_the_ring,
@@ -58,7 +60,12 @@ CONTEXT = 1024
 
 def _append(w, error, at, T):
     cells = gpu_append.KvSlots(w[8], w[10], w[9], w[11])
-    return gpu_append.qsa_append(*w[:8], cells, T, *w[12:17], error, at)
+    return gpu_append.qsa_append(gpu_append.Append(*w[:6], cells, *w[12:17]), w[6], w[7], T, error, at)
+
+
+def _index(w, error, at, T):
+    index = gpu_append.Index(*w[:6], *w[9:15])
+    return gpu_append.qsa_index(index, w[6], w[7], w[8], error, at)
 
 
 def _select(w, error, at, T):
@@ -86,7 +93,7 @@ def _attend(w, error, at, n):
 
 ADAPTERS = {
     qsa_append: _append,
-    qsa_index: lambda w, error, at, n: gpu_append.qsa_index(*w[:15], error, at),
+    qsa_index: _index,
     qsa_select: _select,
     qsa_attend: _attend,
 }
@@ -118,6 +125,46 @@ def test_attention_refuses_groups_across_heads():
     with pytest.raises(BadArgument, match="activations"):
         gpu_attend.qsa_attend(64, 64, 64, (64,), gpu_append.KvSlots(64, 64, 0, 0), 0, 0, 64, 1, 4, 2, 64, 0, 0, 256, 64,
                               np.uint64(0), quantised=(Activations.at(256, 1, 256, 256),))  # fmt: skip
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("T", [1, 5])
+def test_append_and_index_in_one(T, int8):
+    """Memory is the same as behind both kernels, and each reports under its own name."""
+    H, Hkv, dh, heads, dim, block, ring_rows, rotary, pos = 4, 2, 64, 3, 32, 4, 8, 16, np.array([6], np.int64)
+    table = rotary_table(CONTEXT, rotary, 1e7)
+
+    def run(one: bool, bad: str):
+        rng = np.random.default_rng(T)
+        q_gate, k, v = plain(rng, T, H, 2, dh), plain(rng, T, Hkv, dh), plain(rng, T, Hkv, dh)
+        iq, ik, ring = guarded(plain(rng, T, heads, dim)), plain(rng, T, dim), guarded(plain(rng, ring_rows, dim))
+        norm, q = plain(rng, dh), room(T, H, dh)
+        if bad:
+            {"append": v, "index": ik}[bad][T - 1, ..., 3] = np.inf
+        cells = [x for _ in range(2) for x in append_ops.cells_of(Hkv, dh, int8)]
+        keys = room(CONTEXT // block, dim)
+        slots = [None if x is None else Slot(x) for x in (*cells, keys, ring)]
+        places = [0 if x is None else address(x) for x in slots]
+        kv = gpu_append.KvSlots(places[0], places[2], places[1], places[3])
+        a = gpu_append.Append(*map(address, (q_gate, k, v, norm, norm, q)), kv, H, Hkv, dh, rotary, 1e-6)
+        indexer = *map(address, (iq, ik, norm, norm)), *places[4:]
+        x = gpu_append.Index(*indexer, heads, dim, block, ring_rows, rotary, 1e-5)
+        error = ErrorWord()
+        at, mine, other = (address(pos), address(table), T, error.address), place(4, LAYER), place(5, LAYER)
+        if one:
+            run_all(gpu_append.qsa_store(a, x, *at, mine, other), reverse=T > 1)
+        else:
+            run_all([*gpu_append.qsa_append(a, *at, mine), *gpu_append.qsa_index(x, *at, other)])
+        arrays = [y for y in (q, iq, ring, keys, *cells) if y is not None]
+        for y in arrays:
+            check_guards(y)
+        return [np.ascontiguousarray(y).view(np.uint8).copy() for y in arrays], error.reported
+
+    for bad in ("", "append", "index"):
+        (found, reported), (wanted, expected) = run(True, bad), run(False, bad)
+        assert reported == expected and (expected is None) == (not bad)
+        for y, w in zip(found, wanted, strict=True):
+            assert_same(y, w)
 
 
 @pytest.mark.parametrize(("where", "row"), [("query", 1), ("key", 1)])

@@ -18,10 +18,11 @@ enum { BEGAN, POSTED, HITS_END, LINK_END, WAIT_END, JOINED, N_ROWS, N_CPU, N_HIT
 //
 // slots (E, 3): address of the matrices in device memory, 0 if not there. raws (E, 3) or null: where the device reads
 // them over the link, 0 if it cannot. Distinct experts in the order of entries; of `n` that no slot has, the last
-// n SHARE / 256 (at most STAGING) go over the link. staged (E, 3) gets their places: number s of them at staging +
-// s blob_bytes, up and down up_at and down_at behind. jobs: lists of products (gemv/kernels.cuh) for hits, and `n_jobs`
-// words behind for the link, with up to `columns` entries a job. With an error in the window nothing is asked for: all
-// misses count as the CPU's, and nobody rings. log (T, K) or null: gets the ids, for whoever counts them.
+// (n + 1) SHARE / 256 (at most n and STAGING) go over the link: with a share by which both sides would end together, each
+// expert then goes where it ends earlier. staged (E, 3) gets their places: number s of them at staging + s blob_bytes, up
+// and down up_at and down_at behind. jobs: lists of products (gemv/kernels.cuh) for hits, and `n_jobs` words behind for
+// the link, with up to `columns` entries a job. With an error in the window nothing is asked for: all misses count as the
+// CPU's, and nobody rings. log (T, K) or null: gets the ids, for whoever counts them.
 STARTS_EARLY KERNEL(1024) post(const int *ids, const float *weights, const uint4 *x, const u64 *slots, const u64 *raws,
                   i64 *control, int *work, u8 *decisions, u64 *staged, int *jobs, int n_jobs, int columns,
                   u64 staging, i64 blob_bytes, i64 up_at, i64 down_at, u8 *mailbox, int ids_at, int weights_at, int decisions_at, int x_at, int T, int K, int D,
@@ -64,8 +65,9 @@ STARTS_EARLY KERNEL(1024) post(const int *ids, const float *weights, const uint4
         if (w < tid >> 5) rank += found[w];
         total += found[w];
     }
-    i64 linked = total * share >> 8;
+    i64 linked = (total + 1) * share >> 8;
     linked = linked < room ? linked : room;
+    linked = linked < total ? linked : total;
     if (!raws || failed) linked = 0;
     int place = rank - (total - (int)linked);
     bool link = miss && place >= 0 && raw;

@@ -34,7 +34,7 @@ DEVICE void weights_at(const u8 *row, int i, float (&w)[N]) {
 // acc[c][j] += chain of lane `first + j` for columns c: values first, first + lanes, ..
 template <int KIND, int N, int T>
 DEVICE void chains(const u8 *row, const float *x, int n_x, int K, int first, int lanes, float (&acc)[T][N]) {
-    const int loads = N == 2 ? (T <= 2 ? 8 : 4) : T <= 2 ? 4 : T <= 4 ? 2 : 1;  // in flight, within the registers there are
+    const int loads = N == 2 ? (T <= 4 ? 8 : 4) : T <= 2 ? 4 : T <= 4 ? 2 : 1;  // in flight, within the registers there are
 #pragma unroll loads
     for (int i = first; i < K; i += lanes) {
         float w[N];

@@ -1,8 +1,8 @@
 // Gated DeltaNet: causal convolution, the delta rule over T rows, commit of the first rows, shift of a history.
 //
 // Sums over the key axis have 4 lanes (key index mod 4). A block is one value head, or in a commit some of its columns,
-// with four threads a column: thread (r, j) holds column j of the keys r, r + 4, .. in registers for all rows, so the
-// state is read once and, in a window, never written.
+// with four neighbouring threads a column: thread 4j + r holds column j of the keys r, r + 4, .. in registers for all rows,
+// so the state is read once and, in a window, never written. Rows of the rule follow each other without a barrier.
 #include "arrivals.cuh"
 #include "early.cuh"
 #include "quantise.cuh"
@@ -52,25 +52,37 @@ KERNEL(256) history_commit(float *const *history_slot, const float *rows, const 
     }
 }
 
-// out = x / sqrt(sum x^2 + 1e-6) * scale, by one warp.
-DEVICE void unit(const float *x, int n, float scale, float *out) {
-    auto value = [&](int i) { return x[i]; };
-    float squares = warp_dot(n, lanes_of(n, 256), value, value);
-    float r = div32(1.f, sqrt32(add32(squares, 1e-6f)));
-    for (int i = threadIdx.x & 31; i < n; i += 32) out[i] = mul32(mul32(x[i], r), scale);
+// Where value i of a key or query lies in shared memory: those of a lane side by side, N of them and a gap, so that four at
+// once are loaded without two lanes in one bank.
+template <int N>
+DEVICE int in_lanes(int i) {
+    return (i & 3) * (N + 4) + (i >> 2);
 }
 
-// Sum of the four lanes of a column: every thread (r, j) gets it. lanes: a float a thread in shared memory.
-DEVICE float over_keys(float v, float *lanes, int j, int columns) {
-    __syncthreads();
-    lanes[threadIdx.x] = v;
-    __syncthreads();
-    return add32(add32(lanes[j], lanes[2 * columns + j]), add32(lanes[columns + j], lanes[3 * columns + j]));
+// x / sqrt(sum x^2 + 1e-6) * scale in place, by one warp.
+template <int N>
+DEVICE void unit(float *x, int n, float scale) {
+    auto value = [&](int i) { return x[in_lanes<N>(i)]; };
+    float squares = warp_dot(n, lanes_of(n, 256), value, value);
+    float r = div32(1.f, sqrt32(add32(squares, 1e-6f)));
+    for (int i = threadIdx.x & 31; i < n; i += 32) x[in_lanes<N>(i)] = mul32(mul32(x[in_lanes<N>(i)], r), scale);
+}
+
+// Sum of the four lanes of a column, for its four threads.
+DEVICE float over_keys(float v) {
+    v = add32(v, __shfl_xor_sync(ALL_LANES, v, 2));
+    return add32(v, __shfl_xor_sync(ALL_LANES, v, 1));
+}
+
+// Values 4i .. 4i + 3 of a lane.
+DEVICE void load_four(const float *lane, int i, float (&v)[4]) {
+    float4 four = ((const float4 *)lane)[i];
+    v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
 }
 
 // Loads do not move over it: otherwise those of all keys of a thread are held in registers at once.
-DEVICE void hold_loads(int m) {
-    if (m % 8 == 7) asm volatile("" ::: "memory");
+DEVICE void hold_loads(int i) {
+    if (i & 1) asm volatile("" ::: "memory");
 }
 
 struct Rows32 {  // outputs as activations in groups of 32, which heads must hold whole ones of; codes null: not wanted
@@ -128,9 +140,10 @@ DEVICE void delta_rule(const Convolution &source, float *conv, float *decay, flo
     DYNAMIC_SHARED(bytes);
     let_next_start();
     int columns = blockDim.x / 4, first = blockIdx.y * columns;
-    float *lanes = (float *)bytes, *gates = lanes + 4 * columns, *own = gates + 2 * ROWS;  // own: q, k, v of each row
-    int h = blockIdx.x, t = threadIdx.x, r = t / columns, j = t % columns, key_head = h % Hk, keys = dk / 4;
-    int wide = 2 * dk + columns;
+    const int LANE = N + 4, SIDE = 4 * LANE;
+    float *gates = (float *)bytes, *own = gates + 2 * ROWS;  // own: q, k, v of each row
+    int h = blockIdx.x, t = threadIdx.x, r = t & 3, j = t >> 2, key_head = h % Hk, keys = dk / 4;
+    int width = 2 * dk + columns, wide = 2 * SIDE + columns;
     float *cell = load_now(state_slot) + ((size_t)h * dk + r) * dv + first + j;
     float S[N];
     if (CONV) {  // the state before everything else where the registers allow it
@@ -145,8 +158,8 @@ DEVICE void delta_rule(const Convolution &source, float *conv, float *decay, flo
         int rows = T - row0 < ROWS ? T - row0 : ROWS, warp = t >> 5, warps = blockDim.x >> 5;
         __syncthreads();
 #pragma unroll 1
-        for (int at = t; at < rows * wide; at += blockDim.x) {
-            int row = at / wide, i = at % wide;
+        for (int at = t; at < rows * width; at += blockDim.x) {
+            int row = at / width, i = at % width;
             int c = i < dk ? key_head * dk + i : i < 2 * dk ? (Hk - 1 + key_head) * dk + i : 2 * Hk * dk + h * dv + first + i - 2 * dk;
             float *mixed = conv + (size_t)(row0 + row) * channels + c, x;
             if (CONV) {
@@ -156,7 +169,8 @@ DEVICE void delta_rule(const Convolution &source, float *conv, float *decay, flo
             } else {
                 x = *mixed;
             }
-            own[at] = x;
+            int place = i < dk ? in_lanes<N>(i) : i < 2 * dk ? SIDE + in_lanes<N>(i - dk) : 2 * SIDE + i - 2 * dk;
+            own[row * wide + place] = x;
         }
         if (t < rows) {
             size_t at = (size_t)(row0 + t) * Hv + h;
@@ -176,41 +190,53 @@ DEVICE void delta_rule(const Convolution &source, float *conv, float *decay, flo
 #pragma unroll 1
         for (int one = warp; one < (OUTPUT ? 2 : 1) * rows; one += warps) {
             int row = one % rows;
-            if (one < rows) unit(own + row * wide + dk, dk, 1.f, own + row * wide + dk);
-            else unit(own + row * wide, dk, q_scale, own + row * wide);
+            if (one < rows) unit<N>(own + row * wide + SIDE, dk, 1.f);
+            else unit<N>(own + row * wide, dk, q_scale);
         }
         __syncthreads();
         if (!CONV && row0 == 0) load_column<N>(cell, keys, dv, S);
 #pragma unroll 1
         for (int row = 0; row < rows; row++) {
-            const float *q = own + row * wide + r, *k = q + dk;
-            float fade = gates[2 * row], part = 0.f;
+            float *value = own + row * wide + 2 * SIDE + j;
+            const float *q = own + row * wide + r * LANE, *k = q + SIDE;
+            float fade = gates[2 * row], part = 0.f, four[4];
 #pragma unroll
-            for (int m = 0; m < N; m++)
-                if (m < keys) {
-                    S[m] = mul32(S[m], fade);
-                    part = fma32(S[m], k[4 * m], part);
-                    hold_loads(m);
+            for (int i = 0; i < N / 4; i++)
+                if (4 * i < keys) {
+                    load_four(k, i, four);
+#pragma unroll
+                    for (int m = 4 * i; m < 4 * i + 4; m++)
+                        if (m < keys) {
+                            S[m] = mul32(S[m], fade);
+                            part = fma32(S[m], four[m & 3], part);
+                        }
+                    hold_loads(i);
                 }
-            float delta = mul32(gates[2 * row + 1], sub32(own[row * wide + 2 * dk + j], over_keys(part, lanes, j, columns)));
+            float delta = mul32(gates[2 * row + 1], sub32(*value, over_keys(part)));
             part = 0.f;
 #pragma unroll
-            for (int m = 0; m < N; m++)
-                if (m < keys) {
-                    S[m] = fma32(k[4 * m], delta, S[m]);
-                    if (OUTPUT) part = fma32(S[m], q[4 * m], part);
-                    hold_loads(m);
+            for (int i = 0; i < N / 4; i++)
+                if (4 * i < keys) {
+                    float also[4];
+                    load_four(k, i, four);
+                    if (OUTPUT) load_four(q, i, also);
+#pragma unroll
+                    for (int m = 4 * i; m < 4 * i + 4; m++)
+                        if (m < keys) {
+                            S[m] = fma32(four[m & 3], delta, S[m]);
+                            if (OUTPUT) part = fma32(S[m], also[m & 3], part);
+                        }
+                    hold_loads(i);
                 }
             if (!OUTPUT) continue;
-            float o = over_keys(part, lanes, j, columns);
-            // Into the row's value, which every thread of the column has read before the barriers of over_keys.
-            if (r == 0) own[row * wide + 2 * dk + j] = o;
+            float o = over_keys(part);
+            if (r == 0) *value = o;  // the other threads of the column have read it before they met in over_keys
         }
         if (!OUTPUT) continue;
         __syncthreads();
 #pragma unroll 1
         for (int row = warp; row < rows; row += warps) {
-            const float *o = own + row * wide + 2 * dk;
+            const float *o = own + row * wide + 2 * SIDE;
             auto value = [&](int i) { return o[i]; };
             float scale = inverse_rms(warp_dot(dv, lanes_of(dv, 256), value, value), dv, eps);
             bool fine = true;

@@ -51,7 +51,7 @@ def _shape(dk: int, dv: int, columns: int = 0) -> tuple[int, int, int]:
     need(dv % 8 == 0 and 32 <= dv <= 128, "value size of a gated-delta head", found=dv, needed="32..128, in eights")
     keys = next(n for n in KEYS_A_THREAD if 4 * n >= dk)
     columns = columns or dv
-    return keys, 4 * columns, 4 * (4 * columns + 2 * ROWS + ROWS * (2 * dk + columns))
+    return keys, 4 * columns, 4 * (2 * ROWS + ROWS * (8 * (keys + 4) + columns))
 
 
 def gdn_heads(

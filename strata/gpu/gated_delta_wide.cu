@@ -52,17 +52,72 @@ KERNEL(128) gdn_wide_inputs(float *conv, float *decay, float *beta, const float 
 
 #define STAGE_ROWS 8
 #define COLUMNS 32
+#define BLOCK 4   // rows that the delta rule takes at once; bits do not depend on the chunk, whose first row is a block's
+#define MIX 12    // floats of a row's record
 
-// The delta rule: state (Hv, dk, dv) in the slot advances by T rows (a multiple of 8), o (T, Hv, dv) before norm and gate.
-// GROUPS = dk / 32. Thread 8 j + r holds keys 32 m + 4 r + 0..3 of columns 2 j and 2 j + 1: reading k and q is what takes
-// the time, and two columns share it. Grid: (dv / 32, Hv).
+// What rows of a block do to each other, once for all columns. With g_t the decay, G(s, t) = g_s+1 .. g_t, and b_t beta:
+//   read[s]  = G(s, t) q_t k_s, s <= t       weight of delta_s in the output of row t
+//   clear[s] = b_t G(s, t) k_t k_s, s < t    what delta_t loses by delta_s
+//   fade     = g_0 .. g_t;  b_t;  rest = G(t, last)
+// Row t's record (read, clear, fade, b_t, rest) is left in y (T, Hv, dv), in front of every 32 columns. Grid: (T / 4, Hk).
+// Eight lanes make the two products of a pair (t, s).
+KERNEL(128) gdn_wide_pairs(const float *conv, const float *decay, const float *beta, float *y, int Hk, int Hv, int dk, int dv,
+                           int channels) {
+    int first = blockIdx.x * BLOCK, key_head = blockIdx.y, lane = threadIdx.x & 7, s = threadIdx.x >> 3 & 3, t = threadIdx.x >> 5;
+    const float *q_t = conv + (size_t)(first + t) * channels + (size_t)key_head * dk, *k_t = q_t + (size_t)Hk * dk;
+    const float *k_s = conv + (size_t)(first + s) * channels + (size_t)(Hk + key_head) * dk;
+    float read = 0.f, clear = 0.f;
+    for (int i = lane; i < dk; i += 8) {
+        read = fma32(q_t[i], k_s[i], read);
+        clear = fma32(k_t[i], k_s[i], clear);
+    }
+#pragma unroll
+    for (int half = 4; half; half >>= 1) {
+        read = add32(read, __shfl_xor_sync(ALL_LANES, read, half));
+        clear = add32(clear, __shfl_xor_sync(ALL_LANES, clear, half));
+    }
+    if (s > t) return;
+    for (int h = key_head; h < Hv; h += Hk) {
+        const float *g = decay + (size_t)first * Hv + h;
+        float between = 1.f, fade = 1.f, rest = 1.f, rate = beta[(size_t)(first + t) * Hv + h];
+        for (int u = 0; u < BLOCK; u++) {
+            float one = g[(size_t)u * Hv];
+            if (u > s && u <= t) between = mul32(between, one);
+            if (u <= t) fade = mul32(fade, one);
+            else rest = mul32(rest, one);
+        }
+        for (int part = lane; part < dv / COLUMNS; part += 8) {
+            float *record = y + ((size_t)(first + t) * Hv + h) * dv + part * COLUMNS;
+            record[s] = mul32(between, read);
+            if (s < t) record[BLOCK + s] = mul32(rate, mul32(between, clear));
+            else record[2 * BLOCK] = fade, record[2 * BLOCK + 1] = rate, record[2 * BLOCK + 2] = rest;
+        }
+    }
+}
+
+// Sums of 8 values over 8 lanes: lane r gets value r.
+DEVICE float sum_of_own(float (&v)[8], int r) {
+#pragma unroll
+    for (int half = 4; half; half >>= 1)
+#pragma unroll
+        for (int i = 0; i < half; i++) {
+            float keep = r & half ? v[i + half] : v[i], give = r & half ? v[i] : v[i + half];
+            v[i] = add32(keep, __shfl_xor_sync(ALL_LANES, give, half));
+        }
+    return v[0];
+}
+
+// The delta rule: state (Hv, dk, dv) in the slot advances by T rows (a multiple of 8), o (T, Hv, dv) before norm and gate,
+// where gdn_wide_pairs left its records. GROUPS = dk / 32. Thread 8 j + r holds keys 32 m + 4 r + 0..3 of columns 2 j and
+// 2 j + 1. A block of rows meets the state as it was before: products of all its k and q with it, then deltas one by one
+// from the records, then all of them go into the state at once. Lane r makes delta and output of row r / 2, column
+// 2 j + r % 2.
 template <int GROUPS>
-KERNEL(128) gdn_wide_rule(const float *conv, const float *decay, const float *beta, float *const *state_slot, float *o, int T,
-                          int Hk, int Hv, int dv, int channels) {
+KERNEL(128) gdn_wide_rule(const float *conv, float *const *state_slot, float *o, int T, int Hk, int Hv, int dv, int channels) {
     const int dk = 32 * GROUPS, LOADS = 2 * dk * STAGE_ROWS / 128, V_LOADS = COLUMNS * STAGE_ROWS / 128;
     __shared__ float4 keys[2][STAGE_ROWS][2 * dk / 4];  // q, then k
-    __shared__ float2 values[2][STAGE_ROWS][COLUMNS / 2];
-    __shared__ float gates[2][2 * STAGE_ROWS];
+    __shared__ float values[2][STAGE_ROWS][COLUMNS];
+    __shared__ float4 mixes[2][STAGE_ROWS][MIX / 4];
     int t = threadIdx.x, r = t & 7, j = t >> 3, h = blockIdx.y, column = blockIdx.x * COLUMNS + 2 * j, key_head = h % Hk;
     float *state = *state_slot + (size_t)h * dk * dv + column;
     float S[GROUPS][4][2];
@@ -75,7 +130,7 @@ KERNEL(128) gdn_wide_rule(const float *conv, const float *decay, const float *be
         }
     const float *q = conv + (size_t)key_head * dk, *k = q + (size_t)Hk * dk;
     const float *v = conv + 2 * (size_t)Hk * dk + (size_t)h * dv + blockIdx.x * COLUMNS;
-    float ahead[LOADS], v_ahead[V_LOADS], gate_ahead = 0.f;
+    float ahead[LOADS], v_ahead[V_LOADS], mix_ahead = 0.f;
     auto fetch = [&](int first) {
 #pragma unroll
         for (int n = 0; n < LOADS; n++) {
@@ -88,7 +143,7 @@ KERNEL(128) gdn_wide_rule(const float *conv, const float *decay, const float *be
             int at = n * 128 + t;
             v_ahead[n] = v[(size_t)(first + at / COLUMNS) * channels + at % COLUMNS];
         }
-        if (t < 2 * STAGE_ROWS) gate_ahead = (t & 1 ? beta : decay)[(size_t)(first + t / 2) * Hv + h];
+        if (t < MIX * STAGE_ROWS) mix_ahead = o[((size_t)(first + t / MIX) * Hv + h) * dv + blockIdx.x * COLUMNS + t % MIX];
     };
     fetch(0);
     for (int first = 0, stage = 0; first < T; first += STAGE_ROWS, stage ^= 1) {
@@ -96,57 +151,68 @@ KERNEL(128) gdn_wide_rule(const float *conv, const float *decay, const float *be
         for (int n = 0; n < LOADS; n++) ((float *)keys[stage])[n * 128 + t] = ahead[n];
 #pragma unroll
         for (int n = 0; n < V_LOADS; n++) ((float *)values[stage])[n * 128 + t] = v_ahead[n];
-        if (t < 2 * STAGE_ROWS) gates[stage][t] = gate_ahead;
+        if (t < MIX * STAGE_ROWS) ((float *)mixes[stage])[t] = mix_ahead;
         __syncthreads();  // the other stage is free: everybody who read it has passed the barrier before this one
         if (first + STAGE_ROWS < T) fetch(first + STAGE_ROWS);
-        for (int row = 0; row < STAGE_ROWS; row++) {
-            const float4 *row_q = keys[stage][row] + r, *row_k = row_q + dk / 4;
-            float fade = gates[stage][2 * row], ks[GROUPS][4], sums[2][4];
+#pragma unroll 1
+        for (int block = 0; block < STAGE_ROWS; block += BLOCK) {
+            const int ROW = 2 * dk / 4;
+            const float4 *row_q = keys[stage][block] + r, *row_k = row_q + dk / 4;
+            float ks[BLOCK][GROUPS][4], of_k[2 * BLOCK], of_q[2 * BLOCK];
 #pragma unroll
-            for (int i = 0; i < 4; i++) sums[0][i] = sums[1][i] = 0.f;
+            for (int n = 0; n < 2 * BLOCK; n++) of_k[n] = of_q[n] = 0.f;
 #pragma unroll
-            for (int m = 0; m < GROUPS; m++) {
-                float4 x = row_k[8 * m];
-                ks[m][0] = x.x, ks[m][1] = x.y, ks[m][2] = x.z, ks[m][3] = x.w;
+            for (int m = 0; m < GROUPS; m++)
+#pragma unroll
+                for (int row = 0; row < BLOCK; row++) {
+                    float4 x = row_k[row * ROW + 8 * m], y = row_q[row * ROW + 8 * m];
+                    float qs[4] = {y.x, y.y, y.z, y.w};
+                    ks[row][m][0] = x.x, ks[row][m][1] = x.y, ks[row][m][2] = x.z, ks[row][m][3] = x.w;
+#pragma unroll
+                    for (int i = 0; i < 4; i++)
+#pragma unroll
+                        for (int c = 0; c < 2; c++) {
+                            of_k[2 * row + c] = fma32(S[m][i][c], ks[row][m][i], of_k[2 * row + c]);
+                            of_q[2 * row + c] = fma32(S[m][i][c], qs[i], of_q[2 * row + c]);
+                        }
+                }
+            float own_k = sum_of_own(of_k, r), own_q = sum_of_own(of_q, r);
+            int own = block + (r >> 1);  // this lane's row
+            float4 read = mixes[stage][own][0], gates = mixes[stage][own][2];
+            float begin = mul32(gates.y, sub32(values[stage][own][2 * j + (r & 1)], mul32(gates.x, own_k)));
+            float delta[BLOCK][2];
+#pragma unroll
+            for (int n = 0; n < 2 * BLOCK; n++) delta[n >> 1][n & 1] = __shfl_sync(ALL_LANES, begin, (t & 24) | n);
+#pragma unroll
+            for (int row = 1; row < BLOCK; row++) {
+                float4 x = mixes[stage][block + row][1];
+                float clear[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+                for (int s = 0; s < row; s++)
+#pragma unroll
+                    for (int c = 0; c < 2; c++) delta[row][c] = fma32(-clear[s], delta[s][c], delta[row][c]);
+            }
+            float out = mul32(gates.x, own_q), reads[BLOCK] = {read.x, read.y, read.z, read.w};
+#pragma unroll
+            for (int s = 0; s < BLOCK; s++)
+                if (s <= r >> 1) out = fma32(reads[s], r & 1 ? delta[s][1] : delta[s][0], out);
+            o[((size_t)(first + own) * Hv + h) * dv + column + (r & 1)] = out;
+            float fade = mixes[stage][block + BLOCK - 1][2].x;
+#pragma unroll
+            for (int row = 0; row < BLOCK; row++) {
+                float rest = mixes[stage][block + row][2].z;
+                delta[row][0] = mul32(delta[row][0], rest), delta[row][1] = mul32(delta[row][1], rest);
+            }
+#pragma unroll
+            for (int m = 0; m < GROUPS; m++)
 #pragma unroll
                 for (int i = 0; i < 4; i++)
 #pragma unroll
                     for (int c = 0; c < 2; c++) {
                         S[m][i][c] = mul32(S[m][i][c], fade);
-                        sums[c][i] = fma32(S[m][i][c], ks[m][i], sums[c][i]);
+#pragma unroll
+                        for (int row = 0; row < BLOCK; row++) S[m][i][c] = fma32(ks[row][m][i], delta[row][c], S[m][i][c]);
                     }
-            }
-            float2 value = values[stage][row][j];
-            float rate = gates[stage][2 * row + 1], delta[2];
-#pragma unroll
-            for (int c = 0; c < 2; c++) {
-                float part = add32(add32(sums[c][0], sums[c][2]), add32(sums[c][1], sums[c][3]));
-#pragma unroll
-                for (int half = 4; half; half >>= 1) part = add32(part, __shfl_xor_sync(ALL_LANES, part, half));
-                delta[c] = mul32(rate, sub32(c ? value.y : value.x, part));
-            }
-#pragma unroll
-            for (int i = 0; i < 4; i++) sums[0][i] = sums[1][i] = 0.f;
-#pragma unroll
-            for (int m = 0; m < GROUPS; m++) {
-                float4 x = row_q[8 * m];
-                float qs[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-#pragma unroll
-                    for (int c = 0; c < 2; c++) {
-                        S[m][i][c] = fma32(ks[m][i], delta[c], S[m][i][c]);
-                        sums[c][i] = fma32(S[m][i][c], qs[i], sums[c][i]);
-                    }
-            }
-            float out[2];
-#pragma unroll
-            for (int c = 0; c < 2; c++) {
-                out[c] = add32(add32(sums[c][0], sums[c][2]), add32(sums[c][1], sums[c][3]));
-#pragma unroll
-                for (int half = 4; half; half >>= 1) out[c] = add32(out[c], __shfl_xor_sync(ALL_LANES, out[c], half));
-            }
-            if (r == 0) *(float2 *)(o + ((size_t)(first + row) * Hv + h) * dv + column) = make_float2(out[0], out[1]);
         }
     }
 #pragma unroll

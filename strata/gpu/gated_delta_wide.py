@@ -12,9 +12,10 @@ KEY_GROUPS = (1, 2, 4)
 
 SOURCE = Source(
     "gated_delta_wide.cu",
-    ("gdn_wide_conv", "gdn_wide_inputs", "gdn_wide_gate", *(f"gdn_wide_rule<{n}>" for n in KEY_GROUPS)),
+    ("gdn_wide_conv", "gdn_wide_inputs", "gdn_wide_pairs", "gdn_wide_gate",
+     *(f"gdn_wide_rule<{n}>" for n in KEY_GROUPS)),
 )
-ROWS_A_THREAD, STAGE_ROWS, COLUMNS = 8, 8, 32
+ROWS_A_THREAD, STAGE_ROWS, BLOCK_ROWS, COLUMNS = 8, 8, 4, 32
 
 
 def gdn_wide_conv(
@@ -45,11 +46,13 @@ def gdn_wide_heads(
     q_scale = np.float32(1) / np.sqrt(np.float32(dk))
     inputs = (pointer(conv), pointer(decay), pointer(beta), pointer(a), pointer(dt), i32(Hk), i32(Hv), i32(dk),
               i32(channels), q_scale, pointer(error), where)  # fmt: skip
-    rule = (pointer(conv), pointer(decay), pointer(beta), pointer(state_slot), pointer(y), i32(T), i32(Hk), i32(Hv),
-            i32(dv), i32(channels))  # fmt: skip
+    pairs = (pointer(conv), pointer(decay), pointer(beta), pointer(y), i32(Hk), i32(Hv), i32(dk), i32(dv),
+             i32(channels))  # fmt: skip
+    rule = (pointer(conv), pointer(state_slot), pointer(y), i32(T), i32(Hk), i32(Hv), i32(dv), i32(channels))
     gate = (pointer(y), pointer(z), pointer(norm), i32(Hv), i32(dv), f32(eps), pointer(error), where)
     return [
         launch(SOURCE, "gdn_wide_inputs", (-(-2 * Hk // 4) + 1, T), 128, *inputs),
+        launch(SOURCE, "gdn_wide_pairs", (T // BLOCK_ROWS, Hk), 128, *pairs),
         launch(SOURCE, f"gdn_wide_rule<{dk // 32}>", (dv // COLUMNS, Hv), 128, *rule),
         launch(SOURCE, "gdn_wide_gate", (-(-Hv // 4), T), 128, *gate),
     ]

@@ -54,6 +54,7 @@ class Lowering:
         self.norm_before: tuple[Op, np.uint64] | None = None  # an hc_norm that the next product does, and its `where`
         self.branch_before: Branch | None = None  # which the product behind that one stores
         self.convolution_before: Op | None = None  # a gdn_conv that the next gdn_heads does
+        self.stored_index = -1  # number of a qsa_index that the qsa_append before it has done
         self._fork, self._branch, self._held = 0, -1, False
         self.squeezed_before = False  # the product before an hc_squeeze has done it
 

@@ -132,40 +132,33 @@ def _cells(c: Lowering, op: Op) -> KvSlots:
     return KvSlots(c.slot(op, "k"), c.slot(op, "v"), c.slot(op, "k_scales"), c.slot(op, "v_scales"))
 
 
+def _append_of(c: Lowering, op: Op) -> qsa_append.Append:
+    k = op.consts
+    return qsa_append.Append(c.at(op, "q"), c.at(op, "k_in"), c.at(op, "v_in"), c.vector(op, "q_norm"),
+                             c.vector(op, "k_norm"), c.at(op, "q_out"), _cells(c, op), k["H"], k["Hkv"], k["dh"],
+                             k["rotary"], k["eps"])  # fmt: skip
+
+
+def _index_of(c: Lowering, op: Op) -> qsa_append.Index:
+    k = op.consts
+    return qsa_append.Index(c.at(op, "iq"), c.at(op, "ik"), c.vector(op, "q_norm"), c.vector(op, "k_norm"),
+                            c.slot(op, "keys"), c.slot(op, "raw"), k["heads"], k["dim"], k["block"], k["ring"],
+                            k["rotary"], k["eps"])  # fmt: skip
+
+
 def _qsa_append(c: Lowering, op: Op) -> None:
-    k, following = op.consts, c.next_op()
-    if following is not None and following.kind == "qsa_index":
-        c.branch()  # the indexer and the selection run beside it, up to qsa_attend
-    c.add(qsa_append.qsa_append(c.at(op, "q"), c.at(op, "k_in"), c.at(op, "v_in"), c.vector(op, "q_norm"),
-                                c.vector(op, "k_norm"), c.at(op, "q_out"), c.at(op, "pos"), c.at(op, "rope"),
-                                _cells(c, op), c.T, k["H"], k["Hkv"], k["dh"], k["rotary"], k["eps"], c.error,
-                                c.where(op)))  # fmt: skip
+    following, a, at = c.next_op(), _append_of(c, op), (c.at(op, "pos"), c.at(op, "rope"), c.T, c.error, c.where(op))
+    index = _index_of(c, following) if following is not None and following.kind == "qsa_index" else None
+    if index is not None and index.together(c.T):
+        c.stored_index = c.index + 1
+        c.add(qsa_append.qsa_store(a, index, *at, c.where_next()))
+    else:
+        c.add(qsa_append.qsa_append(a, *at))
 
 
 def _qsa_index(c: Lowering, op: Op) -> None:
-    k = op.consts
-    c.branch()
-    c.add(
-        qsa_append.qsa_index(
-            c.at(op, "iq"),
-            c.at(op, "ik"),
-            c.vector(op, "q_norm"),
-            c.vector(op, "k_norm"),
-            c.slot(op, "keys"),
-            c.slot(op, "raw"),
-            c.at(op, "pos"),
-            c.at(op, "rope"),
-            c.T,
-            k["heads"],
-            k["dim"],
-            k["block"],
-            k["ring"],
-            k["rotary"],
-            k["eps"],
-            c.error,
-            c.where(op),
-        )
-    )
+    if c.stored_index != c.index:
+        c.add(qsa_append.qsa_index(_index_of(c, op), c.at(op, "pos"), c.at(op, "rope"), c.T, c.error, c.where(op)))
 
 
 def _qsa_select(c: Lowering, op: Op) -> None:

@@ -56,53 +56,60 @@ DEVICE bool norm_rotate(const float *x, const float *w, float *out, int n, float
     return warp_all(fine);
 }
 
-// Heads of a row: H of q, then Hkv of k, then Hkv of v. q_gate (T, H, 2, dh), k and v (T, Hkv, dh), q_out (T, H, dh).
-STARTS_EARLY KERNEL(128) qsa_append(const float *q_gate, const float *k_in, const float *v_in, const float *q_norm, const float *k_norm,
-                       float *q_out, const i64 *pos, const float *rope, void *const *k_slot, u16 *const *k_scales_slot,
-                       void *const *v_slot, u16 *const *v_scales_slot, int H, int Hkv, int dh, int rotary, float eps,
-                       u64 *error, u64 where) {
-    DYNAMIC_SHARED(bytes);
-    let_next_start();
-    int warp = threadIdx.x >> 5, head = blockIdx.x * WARPS + warp, t = blockIdx.y;
-    bring_early(head < H ? q_norm : k_norm, 4 * dh, threadIdx.x & 31, 32);
-    wait_for_inputs();
+struct AppendOf {
+    const float *q_gate, *k_in, *v_in, *q_norm, *k_norm;
+    float *q_out;
+    void *const *k_slot;
+    u16 *const *k_scales_slot;
+    void *const *v_slot;
+    u16 *const *v_scales_slot;
+    int H, Hkv, dh;
+};
+
+// Head `head` of row t, by one warp: H of q, then Hkv of k, then Hkv of v. q_gate (T, H, 2, dh), k and v (T, Hkv, dh), q_out
+// (T, H, dh). row: dh floats in shared memory.
+DEVICE void append_head(const AppendOf &a, int head, int t, const i64 *pos, const float *rope, int rotary, float eps,
+                        float *row, u64 *error, u64 where) {
+    int H = a.H, Hkv = a.Hkv, dh = a.dh;
     if (head >= H + 2 * Hkv) return;
-    float *row = (float *)bytes + warp * dh;
     i64 position = *pos + t;
     const float *angles = rope + position * rotary;
     bool fine;
     if (head < H) {
-        fine = norm_rotate(q_gate + ((size_t)t * H + head) * 2 * dh, q_norm, q_out + ((size_t)t * H + head) * dh, dh, eps,
+        fine = norm_rotate(a.q_gate + ((size_t)t * H + head) * 2 * dh, a.q_norm, a.q_out + ((size_t)t * H + head) * dh, dh, eps,
                            angles, rotary);
     } else if (head < H + Hkv) {
         int h = head - H;
-        norm_rotate(k_in + ((size_t)t * Hkv + h) * dh, k_norm, row, dh, eps, angles, rotary);
-        fine = store_head(*k_slot, k_scales_slot ? *k_scales_slot : nullptr, position * Hkv + h, row, dh);
+        norm_rotate(a.k_in + ((size_t)t * Hkv + h) * dh, a.k_norm, row, dh, eps, angles, rotary);
+        fine = store_head(*a.k_slot, a.k_scales_slot ? *a.k_scales_slot : nullptr, position * Hkv + h, row, dh);
     } else {
         int h = head - H - Hkv;
-        fine = store_head(*v_slot, v_scales_slot ? *v_scales_slot : nullptr, position * Hkv + h,
-                          v_in + ((size_t)t * Hkv + h) * dh, dh);
+        fine = store_head(*a.v_slot, a.v_scales_slot ? *a.v_scales_slot : nullptr, position * Hkv + h,
+                          a.v_in + ((size_t)t * Hkv + h) * dh, dh);
     }
     if (!fine && (threadIdx.x & 31) == 0) report(error, where, NOT_FINITE, t);
 }
 
-// Warps of a row: one a head of iq (in place), one for the pooled key of a block that ends here, one for the raw key,
-// which goes into the ring if `keep_raw` (T is then small enough that no row's ring entry is one that another reads).
-STARTS_EARLY KERNEL(128) qsa_index(float *iq, const float *ik, const float *q_norm, const float *k_norm, float *const *keys_slot,
-                      float *const *ring_slot, const i64 *pos, const float *rope, int heads, int dim, int block,
-                      int ring_rows, int rotary, float eps, int keep_raw, u64 *error, u64 where) {
-    DYNAMIC_SHARED(bytes);
-    let_next_start();
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, task = blockIdx.x * WARPS + warp, t = blockIdx.y;
-    bring_early(task < heads ? q_norm : k_norm, 4 * dim, lane, 32);
-    wait_for_inputs();
+struct IndexOf {
+    float *iq;
+    const float *ik, *q_norm, *k_norm;
+    float *const *keys_slot, *const *ring_slot;
+    int heads, dim, block, ring_rows, keep_raw;
+};
+
+// Task `task` of row t, by one warp: a head of iq (in place), then the pooled key of a block that ends here, then the raw key,
+// which goes into the ring if `keep_raw` (T is then small enough that no row's ring entry is one that another reads). mean:
+// dim floats in shared memory.
+DEVICE void index_task(const IndexOf &a, int task, int t, const i64 *pos, const float *rope, int rotary, float eps,
+                       float *mean, u64 *error, u64 where) {
+    int heads = a.heads, dim = a.dim, block = a.block, ring_rows = a.ring_rows, lane = threadIdx.x & 31;
     if (task >= heads + 2) return;
-    float *mean = (float *)bytes + warp * dim, *ring = *ring_slot;
+    float *ring = *a.ring_slot;
     i64 first = *pos, position = first + t;
     bool fine = true;
     if (task < heads) {
-        float *q = iq + ((size_t)t * heads + task) * dim;
-        fine = norm_rotate(q, q_norm, q, dim, eps, rope + position * rotary, rotary);
+        float *q = a.iq + ((size_t)t * heads + task) * dim;
+        fine = norm_rotate(q, a.q_norm, q, dim, eps, rope + position * rotary, rotary);
     } else if (task == heads) {
         if (((int)position + 1) % block) return;
         i64 start = position + 1 - block;
@@ -116,7 +123,7 @@ STARTS_EARLY KERNEL(128) qsa_index(float *iq, const float *ik, const float *q_no
                 for (int k = 0; k < AT_ONCE; k++) {
                     i64 cell = from + k <= position ? from + k : position;
                     const float *x = ring + (size_t)((int)cell % ring_rows) * dim;
-                    if (cell >= first) x = ik + (size_t)(cell - first) * dim;
+                    if (cell >= first) x = a.ik + (size_t)(cell - first) * dim;
 #pragma unroll
                     for (int j = 0; j < AT_ONCE; j++) key[k][j] = base + 32 * j < dim ? x[base + 32 * j] : 0.f;
                 }
@@ -130,22 +137,68 @@ STARTS_EARLY KERNEL(128) qsa_index(float *iq, const float *ik, const float *q_no
                 if (base + 32 * j < dim) mean[base + 32 * j] = div32(sum[j], i32_f32(block));
         }
         __syncwarp();
-        fine = norm_rotate(mean, k_norm, *keys_slot + (size_t)((int)start / block) * dim, dim, eps, rope + start * rotary, rotary);
+        fine = norm_rotate(mean, a.k_norm, *a.keys_slot + (size_t)((int)start / block) * dim, dim, eps, rope + start * rotary, rotary);
     } else {
         float *entry = ring + (size_t)((int)position % ring_rows) * dim;
         for (int base = lane; base < dim; base += 32 * AT_ONCE) {
             float x[AT_ONCE];
 #pragma unroll
-            for (int j = 0; j < AT_ONCE; j++) x[j] = base + 32 * j < dim ? ik[(size_t)t * dim + base + 32 * j] : 0.f;
+            for (int j = 0; j < AT_ONCE; j++) x[j] = base + 32 * j < dim ? a.ik[(size_t)t * dim + base + 32 * j] : 0.f;
 #pragma unroll
             for (int j = 0; j < AT_ONCE; j++) {
                 fine = fine && finite32(x[j]);
-                if (keep_raw && base + 32 * j < dim) entry[base + 32 * j] = x[j];
+                if (a.keep_raw && base + 32 * j < dim) entry[base + 32 * j] = x[j];
             }
         }
         fine = warp_all(fine);
     }
     if (!fine && lane == 0) report(error, where, NOT_FINITE, t);
+}
+
+#define APPEND                                                                                                          \
+    const float *q_gate, const float *k_in, const float *v_in, const float *q_norm, const float *k_norm, float *q_out, \
+        void *const *k_slot, u16 *const *k_scales_slot, void *const *v_slot, u16 *const *v_scales_slot, int H, int Hkv, \
+        int dh
+#define APPEND_OF \
+    {q_gate, k_in, v_in, q_norm, k_norm, q_out, k_slot, k_scales_slot, v_slot, v_scales_slot, H, Hkv, dh}
+#define INDEX                                                                                                         \
+    float *iq, const float *ik, const float *iq_norm, const float *ik_norm, float *const *keys_slot,                  \
+        float *const *ring_slot, int heads, int dim, int block, int ring_rows, int keep_raw
+#define INDEX_OF {iq, ik, iq_norm, ik_norm, keys_slot, ring_slot, heads, dim, block, ring_rows, keep_raw}
+
+// Grid: (heads of q, k and v / WARPS, T).
+STARTS_EARLY KERNEL(128) qsa_append(APPEND, const i64 *pos, const float *rope, int rotary, float eps, u64 *error, u64 where) {
+    DYNAMIC_SHARED(bytes);
+    let_next_start();
+    int warp = threadIdx.x >> 5, head = blockIdx.x * WARPS + warp;
+    bring_early(head < H ? q_norm : k_norm, 4 * dh, threadIdx.x & 31, 32);
+    wait_for_inputs();
+    append_head(APPEND_OF, head, blockIdx.y, pos, rope, rotary, eps, (float *)bytes + warp * dh, error, where);
+}
+
+// Grid: (heads of iq and 2 / WARPS, T).
+STARTS_EARLY KERNEL(128) qsa_index(INDEX, const i64 *pos, const float *rope, int rotary, float eps, u64 *error, u64 where) {
+    DYNAMIC_SHARED(bytes);
+    let_next_start();
+    int warp = threadIdx.x >> 5, task = blockIdx.x * WARPS + warp;
+    bring_early(task < heads ? iq_norm : ik_norm, 4 * dim, threadIdx.x & 31, 32);
+    wait_for_inputs();
+    index_task(INDEX_OF, task, blockIdx.y, pos, rope, rotary, eps, (float *)bytes + warp * dim, error, where);
+}
+
+// Both side by side: the indexer's blocks first, whose pooled keys take longest. Grid: (the sum of both, T).
+STARTS_EARLY KERNEL(128) qsa_store(APPEND, INDEX, const i64 *pos, const float *rope, int rotary, int index_rotary, float eps,
+                      float index_eps, u64 *error, u64 where, u64 index_where) {
+    DYNAMIC_SHARED(bytes);
+    let_next_start();
+    int warp = threadIdx.x >> 5, task = blockIdx.x * WARPS + warp, first = (heads + 2 + WARPS - 1) / WARPS * WARPS;
+    bool indexes = task < first;
+    const float *norm = indexes ? task < heads ? iq_norm : ik_norm : task - first < H ? q_norm : k_norm;
+    bring_early(norm, 4 * (indexes ? dim : dh), threadIdx.x & 31, 32);
+    wait_for_inputs();
+    float *own = (float *)bytes + warp * max(dim, dh);
+    if (indexes) index_task(INDEX_OF, task, blockIdx.y, pos, rope, index_rotary, index_eps, own, error, index_where);
+    else append_head(APPEND_OF, task - first, blockIdx.y, pos, rope, rotary, eps, own, error, where);
 }
 
 // The last rows of a chunk into the ring, after everything that reads it. One block a row, from row `skip` on.

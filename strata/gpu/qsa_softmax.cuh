@@ -11,7 +11,7 @@ template <int N_THREADS>
 DEVICE void softmax_tile(float *p, int heads, int width, int lane, int warp, float2 *stats, size_t first, int most_tiles) {
     for (int h = warp; h < heads; h += N_THREADS / 32) {
         float a = lane < width ? p[h * TILE + lane] : 0.f, b = lane + 32 < width ? p[h * TILE + lane + 32] : 0.f;
-        float top = p[h * TILE];
+        float top = __shfl_sync(ALL_LANES, a, 0);  // not read from p by all lanes: lane 0 writes there soon
         if (lane < width) top = larger(a, top);
         if (lane + 32 < width) top = larger(b, top);
 #pragma unroll

@@ -15,8 +15,8 @@ from strata.base import arithmetic
 from strata.gpu.activations import Activations, quantise
 from strata.gpu.device import CupyDevice
 from strata.gpu.experts_ends import swiglu
-from strata.gpu.gemv import SPLIT, Entries, Hidden, Place, gemv, product, relayout, relayout_bytes
-from strata.gpu.gemv.huge import HUGE
+from strata.gpu.gemv import SPLIT, Entries, Hidden, Place, brings_column, gemv, product, relayout, relayout_bytes
+from strata.gpu.gemv.huge import HUGE, HUGE_ROWS
 from strata.gpu.launch import Launch, Source, i32, launch, pointer
 from strata.gpu.relayout_kernel import bit_map, relayout_launches
 from strata.pack.formats import FORMATS, BlockFormat, by_name
@@ -96,6 +96,12 @@ class Bench:
         print(f"  {what:<44} {us:8.2f} us {gbps:7.0f} GB/s {100 * gbps / self.copy_gbps:5.0f} %")
 
 
+def forms(name: str, T: int, rows: int, K: int) -> list[str]:
+    """The forms of a product that are worth a look."""
+    form = ["product", *["split"] * (name in SPLIT), *["spread"] * (name in SPLIT and T == 1 and brings_column(K))]
+    return form + ["huge"] * (name in HUGE and rows > 8192)
+
+
 def wanted(format: BlockFormat, raw: np.ndarray, x: np.ndarray) -> np.ndarray:
     codes, scales, _ = arithmetic.quantise(x, format.group)
     return np.stack([exact(format, raw, c, s) for c, s in zip(codes, scales, strict=True)])
@@ -116,7 +122,7 @@ def check_dense(b: Bench, format: BlockFormat) -> int:
             for T in (1, 2, 3, 4, 8):
                 y = b.device.alloc(4 * T * 203)
                 a = b.activations(x[:T], format.group)
-                for form in ("product", *("split",) * (format.name in SPLIT), *("huge",) * (format.name in HUGE)):
+                for form in forms(format.name, T, HUGE_ROWS, K):
                     b.device.run(gemv(format, weights, 203, a, y, form=form))
                     assert_same(b.get(y, T, 203), expected[:T], f"{format.name} {mode} K {K} T {T} {form}")
                     n += T * 203
@@ -158,7 +164,7 @@ def time_dense(b: Bench, name: str) -> None:
         at, stride = b.copies(np.resize(relayout(format, random_rows(format, min(rows, 1280), K)), size), n)
         for T in (1, 2, 4, 8):
             x, y = b.activations(random_activations(T, K), format.group), b.device.alloc(4 * T * rows)
-            for form in ("product", *("split",) * (name in SPLIT), *("huge",) * (name in HUGE and rows > 8192)):
+            for form in forms(name, T, rows, K):
                 one = [gemv(format, at + i * stride, rows, x, y, form=form) for i in range(n)]
                 what = f"{name} [{rows} x {K}] T {T} {form}"
                 b.show(what, b.graph_us([launch for launches in one for launch in launches]), size)

@@ -56,7 +56,8 @@ def library(source: Source) -> ctypes.CDLL:
     text = f'#include "{HERE / "shim.h"}"\n#include "{source.path}"\n' + "".join(entries)
     text += 'extern "C" const char *message() { return shim::message; }\n'
     flags = FLAGS + _target_flags()
-    parts = [text, source.path.read_text("utf-8"), str(headers_of(source.path)), (HERE / "shim.h").read_text("utf-8")]
+    shim = "".join((HERE / name).read_text("utf-8") for name in ("shim.h", "fibers.h"))
+    parts = [text, source.path.read_text("utf-8"), str(headers_of(source.path)), shim]
     key = hashlib.sha256("\0".join([*parts, *flags]).encode()).hexdigest()[:24]
     place = _folder() / f"{key}.so"
     if not place.exists():

@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 #include <time.h>
@@ -38,188 +39,9 @@ static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static inline int2 make_int2(int x, int y) { return {x, y}; }
 static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
+#include "fibers.h"
+
 namespace shim {
-
-struct dim3_ { int x, y, z; };
-
-enum Wait { RUN, WARP, BLOCK, DONE };
-
-struct Fiber {
-    void *sp = nullptr;
-    Wait wait = RUN;
-    unsigned mask = 0, ballot = 0;
-    int source = 0;
-    uint64_t give = 0, received = 0;
-    dim3_ thread{};
-    int lane = 0, warp = 0;
-};
-
-static const int STACK = 128 << 10;
-static std::vector<Fiber> fibers;
-static char *stacks = nullptr;
-static size_t stack_count = 0;
-static Fiber *now = nullptr;
-static void *scheduler_sp = nullptr;
-static dim3_ block_index, block_size, grid_size;
-static bool reversed = false;
-static char message[512];
-
-#if defined(__x86_64__)
-// Saves callee-saved registers on the stack, swaps stack pointers, restores.
-extern "C" void shim_switch(void **from, void *to);
-asm(".text\n.globl shim_switch\n.hidden shim_switch\n.type shim_switch,@function\nshim_switch:\n"
-    "push %rbp\npush %rbx\npush %r12\npush %r13\npush %r14\npush %r15\n"
-    "mov %rsp,(%rdi)\nmov %rsi,%rsp\n"
-    "pop %r15\npop %r14\npop %r13\npop %r12\npop %rbx\npop %rbp\nret\n.size shim_switch,.-shim_switch\n");
-static const int SAVED = 6;
-#elif defined(__aarch64__)
-extern "C" void shim_switch(void **from, void *to);
-asm(".text\n.globl shim_switch\n.hidden shim_switch\n.type shim_switch,%function\nshim_switch:\n"
-    "sub sp,sp,#176\nstp x19,x20,[sp]\nstp x21,x22,[sp,#16]\nstp x23,x24,[sp,#32]\nstp x25,x26,[sp,#48]\n"
-    "stp x27,x28,[sp,#64]\nstp x29,x30,[sp,#80]\nstp d8,d9,[sp,#96]\nstp d10,d11,[sp,#112]\nstp d12,d13,[sp,#128]\n"
-    "stp d14,d15,[sp,#144]\nmov x9,sp\nstr x9,[x0]\nmov sp,x1\n"
-    "ldp x19,x20,[sp]\nldp x21,x22,[sp,#16]\nldp x23,x24,[sp,#32]\nldp x25,x26,[sp,#48]\nldp x27,x28,[sp,#64]\n"
-    "ldp x29,x30,[sp,#80]\nldp d8,d9,[sp,#96]\nldp d10,d11,[sp,#112]\nldp d12,d13,[sp,#128]\nldp d14,d15,[sp,#144]\n"
-    "add sp,sp,#176\nret\n.size shim_switch,.-shim_switch\n");
-#else
-#error "the fibers know x86-64 and aarch64 only"
-#endif
-
-static void (*body)(void *) = nullptr;
-static void *body_data = nullptr;
-
-static void yield(Wait why) {
-    now->wait = why;
-    shim_switch(&now->sp, scheduler_sp);
-}
-
-static void enter() {
-    body(body_data);
-    yield(DONE);
-    abort();
-}
-
-static void prepare(Fiber &f, char *stack) {
-    char *top = stack + STACK;
-    top -= (uintptr_t)top % 16;
-#if defined(__x86_64__)
-    void **sp = (void **)top;
-    *--sp = nullptr;          // keeps the stack as a call would leave it
-    *--sp = (void *)enter;
-    for (int i = 0; i < SAVED; i++) *--sp = nullptr;
-    f.sp = sp;
-#else
-    char *sp = top - 176;
-    memset(sp, 0, 176);
-    ((void **)sp)[11] = (void *)enter;
-    f.sp = sp;
-#endif
-    f.wait = RUN;
-}
-
-static const size_t GUARD = 256;
-static std::vector<unsigned char> dynamic;
-static size_t dynamic_bytes = 0;
-static unsigned char *dynamic_start() {
-    unsigned char *p = dynamic.data();
-    return p + (-(uintptr_t)p & 15);
-}
-
-static bool stuck(const char *what) {
-    int waits[4] = {0, 0, 0, 0};
-    for (Fiber &f : fibers) waits[f.wait]++;
-    snprintf(message, sizeof message, "block (%d, %d, %d): %s; %d threads at a warp exchange, %d at a barrier, %d ended",
-             block_index.x, block_index.y, block_index.z, what, waits[WARP], waits[BLOCK], waits[DONE]);
-    return false;
-}
-
-// Runs the lanes of one warp until all of them wait for the block or ended; false if they wait for each other.
-static bool run_warp(int first, int last) {
-    for (;;) {
-        bool ran = false;
-        for (int k = first; k < last; k++) {
-            int i = reversed ? first + last - 1 - k : k;
-            if (fibers[i].wait != RUN) continue;
-            now = &fibers[i];
-            shim_switch(&scheduler_sp, now->sp);
-            ran = true;
-        }
-        for (int i = first; i < last; i++) {
-            if (fibers[i].wait != WARP) continue;
-            unsigned mask = fibers[i].mask;
-            bool all = true;
-            for (int l = 0; l < 32 && all; l++)
-                if (mask >> l & 1) all = first + l < last && fibers[first + l].wait == WARP && fibers[first + l].mask == mask;
-            if (!all) continue;
-            unsigned ballot = 0;
-            for (int l = 0; l < 32; l++)
-                if (mask >> l & 1) ballot |= (unsigned)(fibers[first + l].give & 1) << l;
-            for (int l = 0; l < 32; l++) {
-                if (!(mask >> l & 1)) continue;
-                Fiber &f = fibers[first + l];
-                f.received = mask >> f.source & 1 ? fibers[first + f.source].give : f.give;
-                f.ballot = ballot;
-                f.wait = RUN;
-            }
-            ran = true;
-        }
-        if (ran) continue;
-        for (int i = first; i < last; i++)
-            if (fibers[i].wait == WARP) return stuck("lanes of a warp exchange are missing");
-        return true;
-    }
-}
-
-static bool run_block() {
-    int n = (int)fibers.size(), warps = (n + 31) / 32;
-    for (;;) {
-        for (int k = 0; k < warps; k++) {
-            int w = reversed ? warps - 1 - k : k;
-            if (!run_warp(32 * w, 32 * w + 32 < n ? 32 * w + 32 : n)) return false;
-        }
-        int at_barrier = 0, ended = 0;
-        for (Fiber &f : fibers) { at_barrier += f.wait == BLOCK; ended += f.wait == DONE; }
-        if (ended == n) return true;
-        if (at_barrier + ended != n) return stuck("threads neither wait nor end");
-        for (Fiber &f : fibers)
-            if (f.wait == BLOCK) f.wait = RUN;
-    }
-}
-
-static bool run_grid(const int *grid, const int *block, int shared_bytes, bool reverse, void (*f)(void *), void *data) {
-    int n = block[0] * block[1] * block[2];
-    if (stack_count < (size_t)n) {
-        free(stacks);
-        stacks = (char *)aligned_alloc(4096, (size_t)n * STACK);
-        stack_count = n;
-    }
-    fibers.assign(n, Fiber());
-    dynamic_bytes = shared_bytes;
-    dynamic.assign(shared_bytes + GUARD + 16, 0);
-    reversed = reverse;
-    body = f;
-    body_data = data;
-    grid_size = {grid[0], grid[1], grid[2]};
-    block_size = {block[0], block[1], block[2]};
-    message[0] = 0;
-    long blocks = (long)grid[0] * grid[1] * grid[2];
-    for (long k = 0; k < blocks; k++) {
-        long b = reverse ? blocks - 1 - k : k;
-        block_index = {(int)(b % grid[0]), (int)(b / grid[0] % grid[1]), (int)(b / grid[0] / grid[1])};
-        memset(dynamic.data(), 0xA5, dynamic.size());
-        for (int i = 0; i < n; i++) {
-            fibers[i].thread = {i % block[0], i / block[0] % block[1], i / block[0] / block[1]};
-            fibers[i].lane = i & 31;
-            fibers[i].warp = i / 32;
-            prepare(fibers[i], stacks + (size_t)i * STACK);
-        }
-        if (!run_block()) return false;
-        for (size_t i = 0; i < GUARD; i++)
-            if (dynamic_start()[dynamic_bytes + i] != 0xA5 && dynamic_start() + dynamic_bytes + i < dynamic.data() + dynamic.size())
-                return stuck("written behind the dynamic shared memory");
-    }
-    return true;
-}
 
 template <class... A, size_t... I>
 static void call(void (*f)(A...), void **args, std::index_sequence<I...>) { f(*(A *)args[I]...); }
@@ -227,8 +49,11 @@ static void call(void (*f)(A...), void **args, std::index_sequence<I...>) { f(*(
 template <class... A>
 struct Job { void (*f)(A...); void **args; };
 
+static int arrived[32];  // lanes of a warp at a tensor-core product
+
 template <class... A>
 static bool launch(void (*f)(A...), void **args, const int *grid, const int *block, int shared_bytes, bool reverse) {
+    memset(arrived, 0, sizeof arrived);
     Job<A...> job{f, args};
     return run_grid(grid, block, shared_bytes, reverse, [](void *p) {
         auto *j = (Job<A...> *)p;
@@ -388,38 +213,60 @@ static inline int dot2_high(unsigned a, unsigned b, int c) { return dot2_low(a, 
 static inline unsigned high_product(unsigned a, unsigned b) { return (unsigned)((uint64_t)a * b >> 32); }
 static inline unsigned permute(unsigned a, unsigned b, unsigned which) { return __byte_perm(a, b, which); }
 
-// Tensor-core products and asynchronous copies of gemm/tensor.cuh: a warp's lanes show each other their operands.
+// Tensor-core products and asynchronous copies of gemm/tensor.cuh. When all lanes of a warp have shown their operands, the
+// first of them to go on makes the products of all.
 namespace shim {
-struct Operands { const unsigned *a, *b; };
-static Operands operands[32][32];
-template <class D, class Word>
-static void mma(D (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], Word word) {
-    Operands *warp = operands[now->warp];
-    warp[now->lane] = {a, b};
+template <class D>
+struct Shown { D *d; unsigned a[4], b[2]; };
+// unpack: the N values of a word.
+template <class D, int N, class Unpack>
+static inline __attribute__((optimize("O3"))) void products(Shown<D> *lanes, Unpack unpack) {
+    D rows[16][8 * N], columns[8 * N][8];
+    for (int g = 0; g < 8; g++)
+        for (int k = 0; k < 4; k++) {
+            Shown<D> &lane = lanes[4 * g + k];
+            D words[N];
+            for (int half = 0; half < 2; half++) {
+                int at = N * (2 * k + half);
+                for (int upper = 0; upper < 2; upper++) unpack(lane.a[upper + 2 * half], rows[g + 8 * upper] + at);
+                unpack(lane.b[half], words);
+                for (int i = 0; i < N; i++) columns[at + i][g] = words[i];
+            }
+        }
+    for (int row = 0; row < 16; row++) {
+        D sums[8];
+        for (int c = 0; c < 8; c++) sums[c] = lanes[4 * (row & 7) + c / 2].d[2 * (row >> 3) + (c & 1)];
+        for (int k = 0; k < 8 * N; k++)
+            for (int c = 0; c < 8; c++) {
+                if constexpr (std::is_same<D, float>::value) sums[c] = __builtin_fmaf(rows[row][k], columns[k][c], sums[c]);
+                else sums[c] += rows[row][k] * columns[k][c];
+            }
+        for (int c = 0; c < 8; c++) lanes[4 * (row & 7) + c / 2].d[2 * (row >> 3) + (c & 1)] = sums[c];
+    }
+}
+template <class D, int N, class Unpack>
+static void mma(D (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], Unpack unpack) {
+    static Shown<D> shown[32][32];
+    Shown<D> &mine = shown[now->warp][now->lane];
+    mine = {d, {a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
+    arrived[now->warp]++;
     __syncwarp();
-    int g = now->lane >> 2, t = now->lane & 3;
-    for (int i = 0; i < 4; i++)
-        for (int k = 0; k < 4; k++)
-            for (int half = 0; half < 2; half++)
-                d[i] = word(warp[4 * g + k].a[(i >> 1) + 2 * half], warp[4 * (2 * t + (i & 1)) + k].b[half], d[i]);
-    __syncwarp();
+    if (arrived[now->warp] != 32) return;
+    arrived[now->warp] = 0;
+    products<D, N>(shown[now->warp], unpack);
 }
 }  // namespace shim
 static inline void mma_s8(int (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], int c) {
     for (int &x : d) x = c;
-    shim::mma(d, a, b, dot4);
+    shim::mma<int, 4>(d, a, b, [](unsigned x, int *to) {
+        for (int i = 0; i < 4; i++) to[i] = (signed char)(x >> (8 * i));
+    });
 }
 static inline void mma_bf16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-    shim::mma(d, a, b, [](unsigned x, unsigned y, float c) {
-        c = std::fma(float_of(x << 16), float_of(y << 16), c);
-        return std::fma(float_of(x & 0xffff0000u), float_of(y & 0xffff0000u), c);
-    });
+    shim::mma<float, 2>(d, a, b, [](unsigned x, float *to) { to[0] = float_of(x << 16), to[1] = float_of(x & 0xffff0000u); });
 }
 static inline void mma_f16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-    shim::mma(d, a, b, [](unsigned x, unsigned y, float c) {
-        c = std::fma(half_f32(x & 0xffff), half_f32(y & 0xffff), c);
-        return std::fma(half_f32(x >> 16), half_f32(y >> 16), c);
-    });
+    shim::mma<float, 2>(d, a, b, [](unsigned x, float *to) { to[0] = half_f32(x & 0xffff), to[1] = half_f32(x >> 16); });
 }
 template <int BYTES> static inline void copy(void *to, const void *from, bool some = true) {
     if (some) memcpy(to, from, BYTES);

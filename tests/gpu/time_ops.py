@@ -173,14 +173,8 @@ def attention(t: Timer, T: int, cells: int) -> None:
     norm, rope = t.floats(DH), t.floats(CONTEXT * 64)
     iq, keys = t.floats(T * 4 * 128), [t.words(t.floats(CONTEXT // BLOCK * 128)) for _ in range(KEY_COPIES)]
     ring, ik = t.words(t.floats(16 * 128)), t.floats(T * 128)
-    t.show(
-        f"qsa_index T={T}",
-        lambda i: qsa_append.qsa_index(
-            iq, ik, norm, norm, keys[0], ring, pos, rope, T, 4, 128, BLOCK, 16, 64, 1e-6, error, WHERE
-        ),
-        T * 4 * 128 * 4,
-        1,
-    )
+    index = qsa_append.Index(iq, ik, norm, norm, keys[0], ring, 4, 128, BLOCK, 16, 64, 1e-6)
+    t.show(f"qsa_index T={T}", lambda i: qsa_append.qsa_index(index, pos, rope, T, error, WHERE), T * 4 * 128 * 4, 1)
     blocks, scores = t.device.alloc(4 * T * BUDGET), t.device.alloc(qsa_select.score_bytes(T, CONTEXT, BLOCK))
 
     def select(i: int) -> list[Launch]:
@@ -194,9 +188,11 @@ def attention(t: Timer, T: int, cells: int) -> None:
     parts = t.device.alloc(qsa_attend.part_bytes(T, H, DH, CONTEXT, BLOCK, BUDGET))
     for int8 in (False, True):
         form, slots = "int8" if int8 else "float16", [cells_of(t, int8) for _ in range(CELL_COPIES)]
-        t.show(f"qsa_append {form} T={T}", lambda i, slots=slots: qsa_append.qsa_append(
-            q_gate, kv, kv, norm, norm, q, pos, rope, slots[i], T, H, HKV, DH, 64, 1e-6, error, WHERE),
-            T * H * DH * 8, CELL_COPIES)  # fmt: skip
+        appends = [qsa_append.Append(q_gate, kv, kv, norm, norm, q, one, H, HKV, DH, 64, 1e-6) for one in slots]
+        t.show(f"qsa_append {form} T={T}", lambda i, appends=appends: qsa_append.qsa_append(
+            appends[i], pos, rope, T, error, WHERE), T * H * DH * 8, CELL_COPIES)  # fmt: skip
+        t.show(f"qsa_store {form} T={T}", lambda i, appends=appends: qsa_append.qsa_store(
+            appends[i], index, pos, rope, T, error, WHERE, WHERE), T * H * DH * 8, CELL_COPIES)  # fmt: skip
 
         def attend(i: int, slots=slots) -> list[Launch]:
             return qsa_attend.attend_rows(q, q_gate, y, pos, slots[i], blocks, 0, parts, T, H, HKV, DH, BLOCK, BUDGET,

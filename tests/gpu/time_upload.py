@@ -133,6 +133,9 @@ class Memory:
             self.starts.append(at)
             at += experts.E * p.n_bytes
 
+    def pinned(self, layer: int, e: int) -> None:
+        return None
+
     def raw(self, layer: int, e: int, part: int) -> np.ndarray:
         p = self.experts.layers[layer].projections[part]
         at = self.starts[part] + e * p.n_bytes

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from strata.gpu import early_launch, hc_ops, ops
+from strata.gpu import early_launch, gemv, hc_ops, ops
 from strata.gpu.device import Device
 from strata.gpu_speed import DEFAULT_EFFORT, Effort, open_backend, replayed
 from strata.gpu_speed import _window_us as window_us
@@ -23,12 +23,17 @@ PLACES = {
     "norm": (hc_ops, "NORM_DOWN_ROWS"),
     "mixed": (ops, "MIXED_ROWS"),
     "early": (early_launch, "START_EARLY"),
+    "tensor": (gemv, "MMA_FROM"),
+    "shared out": (gemv, "MMA_SPLIT_FROM"),
 }
 CHOICES: dict[str, dict[str, int]] = {
     "as it is": {},
     "norms alone": {"norm": 0},
     "norms in products, all rows": {"norm": 8},
     "products in branches": {"mixed": 0},
+    "tensor cores: nowhere": {"tensor": 99, "shared out": 99},
+    "tensor cores: experts from 2 rows": {"tensor": 2},
+    "tensor cores: no experts": {"tensor": 99},
     "early: off": {"early": early_launch.OFF},
     "early: main chain": {"early": early_launch.MAIN_CHAIN},
     "early: side chains too": {"early": early_launch.CHAINS},

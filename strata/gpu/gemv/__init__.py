@@ -6,7 +6,7 @@ the experts that a window's entries want, gate and up together with what follows
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,14 +14,18 @@ from strata.base.errors import need
 from strata.gpu.activations import Activations
 from strata.gpu.gemv.huge import HUGE, HUGE_COLUMNS, HUGE_ROWS, huge
 from strata.gpu.launch import Launch, Source, i32, i64, launch, pointer
-from strata.gpu.relayout import LAYOUTS, relayout, relayout_bytes, restore
+from strata.gpu.relayout import LAYOUTS, ROWS, relayout, relayout_bytes, restore
 from strata.pack.formats import BlockFormat
 
 __all__ = ["COLUMNS", "Hidden", "Place", "gemv", "product", "relayout", "relayout_bytes", "restore", "source_of"]
 
 COLUMNS = (1, 4)
 """Most columns of the two instances of a kernel; weights are read once for that many."""
+WIDE_BLOCKS_ROWS = 8192
+"""One column of a dense matrix: from here on blocks of eight warps are fastest, four else."""
 MOST_COLUMNS = 32
+MOST_COLUMN_BYTES = 16 << 10
+"""A longer column does not go into shared memory."""
 BLOCKS_WANTED = 1024
 """Small matrices are cut into smaller blocks, down to one warp, until there are that many: processors end together."""
 NOWHERE = np.uint64(0)
@@ -29,16 +33,37 @@ NOWHERE = np.uint64(0)
 
 SPLIT = ("Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "IQ4_XS", "Q2_0")
 """Formats with a second kernel for matrices of few rows: those that dense tensors of releases have."""
+WITH_MINIMA = ("Q4_K", "Q5_K")
+"""Those of them whose rows have minima."""
 SPLIT_ROWS = 8
 SPLIT_MOST_ROWS = 6144
 """Up to here it is faster when the warps of a block share out the rows; above, eight rows a warp."""
-SPLIT_STEPS = {1: 16, 4: 8}
-"""Steps of a row that a round of the split kernel holds, by most columns."""
+MMA_UNITS = {"Q4_K": 256, "IQ4_NL": 128}
+"""Formats whose products of two columns and more have a kernel for tensor cores; a row is a multiple of that."""
+MMA_FROM = 7
+"""Fewest rows of a window for it: with four it is 5 % slower than dp4a, with eight 5 % faster."""
+MMA_MOST = 5120
+"""Most values of a row: four columns must fit beside what is on its way."""
+MMA_TILES = 2
+"""Tiles of 16 rows of an expert that a warp of it takes."""
+MMA_SPLIT_FROM, MMA_SPLIT_VALUES = 3, 4096
+"""Fewest columns and values of a row for tensor cores where warps share out the chunks."""
+MMA_TERMS, MMA_RINGS = 8 * (8 * 32 * 16 + 4 * 32 * 8 + 64), 8 * 3 * (4 * 576 + 16)
+"""Shared memory of a block whose warps share out the chunks: terms of a round, and what is on its way."""
+SPLIT_COLUMNS, SPLIT_STEPS = 4, 8
+"""Most columns of it, and steps of a row that a round holds."""
+SPLIT_FEW_ROWS, SPLIT_WARPS = 2048, 5
+"""More rows than that are blocks of at most so many warps: three have room on a processor instead of two."""
+SPREAD_MOST_ROWS = 6144
+"""Up to here one column is faster with row blocks of their own and all terms of a row kept."""
+SPREAD_WARPS, SPREAD_BYTES = 4, 31 << 10
+"""Warps of a block of it, and most bytes of terms of a round. With the column they fit into 48 KiB."""
 
 
 def _source(file: str, *formats: str) -> Source:
     whole = tuple(f"product<{f}, {M}>" for f in formats for M in COLUMNS)
-    return Source(f"gemv/{file}.cu", whole + tuple(f"split<{f}, {M}>" for f in formats if f in SPLIT for M in COLUMNS))
+    shared_out = tuple(f"{kernel}>" for f in formats if f in SPLIT for kernel in (f"split<{f}, 4", f"spread<{f}"))
+    return Source(f"gemv/{file}.cu", whole + shared_out)
 
 
 SMALL4 = _source("small4", "Q4_0", "Q4_1", "IQ4_NL", "MXFP4", "NVFP4")
@@ -47,6 +72,8 @@ Q8_0 = _source("q8_0", "Q8_0")
 Q2_0 = _source("q2_0", "Q2_0")
 K_QUANTS = _source("k", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 IQ4_XS = _source("iq4_xs", "IQ4_XS")
+MMA = Source("gemv/mma_rows.cu", ("mma_rows<Q4_K>", "mma_rows<IQ4_NL>"))
+MMA_SPLIT = Source("gemv/mma_split.cu", ("mma_split<Q4_K>",))
 GRIDS = _source("grids", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M")
 
 _SOURCES = {
@@ -102,6 +129,21 @@ class Entries:
 
     def __post_init__(self) -> None:
         need(not self.jobs or (self.most_jobs > 0 and not self.decisions), "jobs of a product", found=self)
+
+
+def column_bytes(K: int, group: int) -> int:
+    """Shared memory of a block for one column of K values: codes, sums and scales."""
+    return -(-(K + K // 4 + 4 * K // group) // 16) * 16
+
+
+def mma_bytes(K: int) -> int:
+    """Shared memory of a block: four stages of four row blocks for each of four warps, four columns (mma_rows.cuh)."""
+    return 4 * (4 * 4 * 576 + 4 * 16) + 4 * 4 * ((-(-K // 256) * 72 + 15) // 32 * 32 + 16)
+
+
+def brings_column(K: int) -> bool:
+    """Whether a single column of K values goes into shared memory first; others take the kernel of several columns."""
+    return K % 64 == 0 and column_bytes(K, 32) <= MOST_COLUMN_BYTES
 
 
 def columns_of(T: int) -> int:
@@ -160,10 +202,11 @@ def product(
     need(0 < T <= MOST_COLUMNS and n % x.T == 0, "columns of a product", found=(T, n, x.T),
          needed=f"at most {MOST_COLUMNS} for a matrix, as many entries for each row")  # fmt: skip
     need(entries is not None or not matrices.table, "a table of matrices needs entries")
-    M = columns_of(T)
+    M = COLUMNS[0] if T == 1 and brings_column(x.K) else COLUMNS[-1]
     groups = -(-T // M)
     across = groups if not entries else entries.most_jobs if entries.jobs else n * groups
     h = hidden.h if hidden else None
+    by_mma = T >= MMA_FROM and x.K <= MMA_MOST and x.K % MMA_UNITS.get(format.name, x.K + 1) == 0
     if h is not None:
         need(h.group == 32 and (h.T, h.K) == (n, rows) and rows % 32 == 0, "rows of gate and up together",
              found=(h.T, h.K, h.group), needed=(n, rows, 32))  # fmt: skip
@@ -172,6 +215,8 @@ def product(
     else:
         need(y != 0, "where the product goes")
         warps = _warps(rows * (entries.most_jobs or n if entries else 1), source)
+        if M == 1:  # the warps of a block share the work of bringing the column
+            warps = 8 if not entries and rows >= WIDE_BLOCKS_ROWS else 4
         tiles = -(-rows // (8 * warps))
     args = (
         pointer(matrices.address), pointer(hidden.up.address if hidden else 0), pointer(matrices.table),
@@ -183,12 +228,34 @@ def product(
         pointer(hidden.factors if hidden else 0), i32(hidden.experts if hidden else 0),
         pointer(hidden.error if hidden else 0), hidden.where if hidden else NOWHERE,
     )  # fmt: skip
-    return [launch(source, f"product<{format.name}, {M}>", (across, tiles), 32 * warps, *args)]
+    if by_mma:
+        units = MMA_TILES if entries and not hidden else 1
+        grid = (across, rows // 32 if hidden else -(-rows // (64 * units)))
+        return [launch(MMA, f"mma_rows<{format.name}>", grid, 128, *args, i32(units), shared_bytes=mma_bytes(x.K))]
+    return [launch(source, f"product<{format.name}, {M}>", (across, tiles), 32 * warps, *args,
+                   shared_bytes=column_bytes(x.K, x.group) if M == 1 else 0)]  # fmt: skip
 
 
 def _chunks(format: BlockFormat, K: int) -> int:
     layout = LAYOUTS[format.name]
     return K // format.block_values // (layout.steps * layout.blocks)
+
+
+def _spread(format: BlockFormat, weights: int, rows: int, x: Activations, y: int, chunks: int) -> Launch:
+    """The launch of a product of one column whose row blocks are shared out by their warps (spread.cuh)."""
+    need(x.T == 1 and brings_column(x.K), "a column of a product whose rows are spread", found=(x.T, x.K),
+         needed=f"one, of a multiple of 64 values and {MOST_COLUMN_BYTES} bytes at most")  # fmt: skip
+    layout, step_bytes = LAYOUTS[format.name], 512 if format.name in WITH_MINIMA else 384
+    loaded = layout.steps * sum(n for _, n in layout.sections)
+    own_bytes = column_bytes(x.K, x.group) if x.group == 256 else 0
+    at_once = SPREAD_WARPS * layout.steps * min(max(160 // loaded, 2), 6)  # as spread.cuh has it
+    steps = chunks * layout.steps
+    whole = -(-chunks // SPREAD_WARPS) * SPREAD_WARPS * layout.steps
+    most = whole if steps * step_bytes <= SPREAD_BYTES else max(SPREAD_BYTES // (at_once * step_bytes), 1) * at_once
+    args = (pointer(weights), pointer(x.codes), pointer(x.scales), pointer(x.sums), pointer(y), i32(rows), i32(x.K),
+            i32(own_bytes), i32(most))  # fmt: skip
+    return launch(source_of(format), f"spread<{format.name}>", -(-rows // ROWS), 32 * SPREAD_WARPS, *args,
+                  shared_bytes=own_bytes + (min(steps, most) + layout.steps) * step_bytes)  # fmt: skip
 
 
 def gemv(
@@ -204,11 +271,13 @@ def gemv(
     """y (x.T, rows) float32, y_stride values from row to row (0: rows) = a relaid matrix at `weights` times x.
 
     form  "product": eight rows a warp; "split": the warps of a block share out the chunks of eight rows (formats of
-          SPLIT); "huge": weights by way of shared memory (formats of HUGE); None: as is fastest
+          SPLIT); "spread": those of four rows, for one column; "huge": weights by way of shared memory (formats of
+          HUGE); None: as is fastest
     """
     source, chunks = source_of(format), _chunks(format, x.K) if format.name in SPLIT else 0
     if form is None:
         form = "split" if rows <= SPLIT_MOST_ROWS and chunks >= 4 and x.T <= COLUMNS[-1] else "product"
+        form = "spread" if form == "split" and x.T == 1 and brings_column(x.K) and rows <= SPREAD_MOST_ROWS else form
         form = "huge" if format.name in HUGE and rows >= HUGE_ROWS and x.K <= HUGE_COLUMNS else form
     if form == "product":
         return product(format, Place(weights), rows, x, y, y_stride)
@@ -216,11 +285,19 @@ def gemv(
     need(x.K % format.block_values == 0 and rows > 0 and y != 0, f"a row of {x.K} values in {format.name}",
          needed=f"a multiple of {format.block_values}")  # fmt: skip
     M = columns_of(x.T)
+    if form == "split" and x.T >= MMA_SPLIT_FROM and x.K >= MMA_SPLIT_VALUES and format.name == "Q4_K":
+        args = (pointer(weights), i32(x.T), pointer(x.codes), pointer(x.scales), pointer(x.sums), pointer(y),
+                i64(y_stride or rows), i32(rows), i32(x.K))  # fmt: skip
+        one = launch(MMA_SPLIT, "mma_split<Q4_K>", (-(-x.T // 4), -(-rows // 16)), 256, *args,
+                     shared_bytes=MMA_TERMS + MMA_RINGS)  # fmt: skip
+        return [replace(one, ring_bytes=MMA_RINGS)]
     if form == "huge":
         return [huge(format, weights, rows, x, y, y_stride or rows, M)]
-    most = min(8, SPLIT_STEPS[M] // LAYOUTS[format.name].steps)
+    if form == "spread":
+        return [_spread(format, weights, rows, x, y, chunks)]
+    most = min(8 if rows <= SPLIT_FEW_ROWS else SPLIT_WARPS, SPLIT_STEPS // LAYOUTS[format.name].steps)
     warps = min(range(4, most + 1), key=lambda w: (-(-chunks // w) * w, -w))
     args = (pointer(weights), i32(x.T), pointer(x.codes), pointer(x.scales), pointer(x.sums), pointer(y),
             i64(y_stride or rows), i32(rows), i32(x.K))  # fmt: skip
-    grid = (-(-x.T // M), -(-rows // SPLIT_ROWS))
-    return [launch(source, f"split<{format.name}, {M}>", grid, 32 * warps, *args)]
+    grid = (-(-x.T // SPLIT_COLUMNS), -(-rows // SPLIT_ROWS))
+    return [launch(source, f"split<{format.name}, 4>", grid, 32 * warps, *args)]

@@ -18,6 +18,36 @@
 #include "early.cuh"
 #include "sums.cuh"
 
+// load_once if `on`; otherwise the words are not defined. A predicate, so that nothing is merged with what was there before.
+#ifdef STRATA_ON_CPU
+template <int BYTES>
+DEVICE void load_if(bool on, const u8 *p, u32 *to) {
+    for (int i = 0; i < (BYTES + 3) / 4; i++) to[i] = 0xdeadbeefu;
+    if (on) memcpy(to, p, BYTES);
+    if (on && BYTES < 4) to[0] &= (1u << 8 * (BYTES & 3)) - 1;
+}
+#else
+template <int BYTES>
+DEVICE void load_if(bool on, const u8 *p, u32 *to) {
+    if constexpr (BYTES == 16)
+        asm volatile("{.reg .pred p;\nsetp.ne.u32 p,%5,0;\n"
+                     "@p ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];}"
+                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "l"(p), "r"((u32)on));
+    else if constexpr (BYTES == 8)
+        asm volatile("{.reg .pred p;\nsetp.ne.u32 p,%3,0;\n@p ld.global.nc.L1::no_allocate.v2.u32 {%0,%1},[%2];}"
+                     : "=r"(to[0]), "=r"(to[1]) : "l"(p), "r"((u32)on));
+    else if constexpr (BYTES == 4)
+        asm volatile("{.reg .pred p;\nsetp.ne.u32 p,%2,0;\n@p ld.global.nc.L1::no_allocate.u32 %0,[%1];}"
+                     : "=r"(to[0]) : "l"(p), "r"((u32)on));
+    else if constexpr (BYTES == 2)
+        asm volatile("{.reg .pred p;\nsetp.ne.u32 p,%2,0;\n@p ld.global.nc.u16 %0,[%1];}"
+                     : "=r"(to[0]) : "l"(p), "r"((u32)on));
+    else if constexpr (BYTES == 1)
+        asm volatile("{.reg .pred p;\nsetp.ne.u32 p,%2,0;\n@p ld.global.nc.u8 %0,[%1];}"
+                     : "=r"(to[0]) : "l"(p), "r"((u32)on));
+}
+#endif
+
 // Copies BYTES bytes into words; less than a word fills its low part. SHARED: from shared memory.
 template <int BYTES, bool SHARED>
 DEVICE void fetch(const u8 *p, u32 *to) {
@@ -74,6 +104,10 @@ struct Layout {
     DEVICE static void section(const u8 *chunk, int row, int q, u32 *to) {
         fetch<E * B, SHARED>(chunk + O + E * B * (I * row + (I * q >> 3)), to);
     }
+    template <int O, int I, int B>
+    DEVICE static void section_if(bool on, const u8 *chunk, int row, int q, u32 *to) {
+        ::load_if<E * B>(on, chunk + O + E * B * (I * row + (I * q >> 3)), to);
+    }
     template <int O, int I, int B, bool SHARED>
     DEVICE static void last(const u8 *step, int row, int q, int n, u32 *to) {
         fetch<B, SHARED>(step + O / E / P * n + B * (I * n / P * row + (I * q >> 3)), to);
@@ -85,6 +119,14 @@ struct Layout {
         section<O2, I2, B2, SHARED>(chunk, row, q, c);
         section<O3, I3, B3, SHARED>(chunk, row, q, d);
         section<O4, I4, B4, SHARED>(chunk, row, q, e);
+    }
+    // As load, if `on`; otherwise undefined.
+    DEVICE void load_if(bool on, const u8 *chunk, int row, int q) {
+        section_if<0, I0, B0>(on, chunk, row, q, a);
+        section_if<O1, I1, B1>(on, chunk, row, q, b);
+        section_if<O2, I2, B2>(on, chunk, row, q, c);
+        section_if<O3, I3, B3>(on, chunk, row, q, d);
+        section_if<O4, I4, B4>(on, chunk, row, q, e);
     }
     template <bool SHARED = false>
     DEVICE void load_last(const u8 *step, int row, int q, int n) {
@@ -184,9 +226,16 @@ struct Lanes {
     }
 };
 
-template <class F, int R, int T>
-DEVICE void add_step(const typename F::Raw (&raw)[R], int e, int q, u32 first, const Columns<T> &x, const u32 *table,
+// The form of a format that suits T columns, with the same Raw and bits.
+template <class F, int T>
+struct ForColumns {
+    typedef F Type;
+};
+
+template <class FORMAT, int R, int T>
+DEVICE void add_step(const typename FORMAT::Raw (&raw)[R], int e, int q, u32 first, const Columns<T> &x, const u32 *table,
                      Lanes<R, T> &lanes) {
+    typedef typename ForColumns<FORMAT, T>::Type F;
     typename F::Step step[R];
 #pragma unroll
     for (int r = 0; r < R; r++) step[r] = F::unpack(raw[r], e, q, table);
@@ -194,17 +243,24 @@ DEVICE void add_step(const typename F::Raw (&raw)[R], int e, int q, u32 first, c
     auto least = R == 1 ? step[0].least : either(step[0].least, step[R - 1].least, q & 1);
 #pragma unroll
     for (int t = 0; t < T; t++) {
-        typename F::X values = F::read(x, t, opaque(first), q);
+        typename F::X values = F::read(x, t, T == 1 ? first : opaque(first), q);
 #pragma unroll
         for (int r = 0; r < R; r++) F::dot(step[r], values, lanes.v[r][t]);
         if constexpr (F::MINIMUM != 0) F::add_minimum(least, q, values, lanes.m[t]);
     }
 }
 
+// Whether a format's chunks stay where they have arrived while they are used, which takes one place more.
+template <class F>
+struct Rotates {
+    static const bool VALUE = false;
+};
+
 // Row blocks at block[r] times T columns; y is the same in the eight threads of a row. DEPTH chunks are on their way
-// while one is computed; with 0, other warps hide the latency.
-template <class F, int R, int T, int DEPTH>
-DEVICE void multiply(const u8 *const (&block)[R], int K, const Columns<T> &x, const u32 *table, float (&y)[R][T]) {
+// while one is computed; with 0, other warps hide the latency. ahead(n): what else is asked for before the wait, where the
+// first n bytes of each row block are on their way. inputs(): the columns, after the wait.
+template <class F, int R, int T, int DEPTH, class A, class X>
+DEVICE void multiply_by(const u8 *const (&block)[R], int K, A ahead, X inputs, const u32 *table, float (&y)[R][T]) {
     typedef typename F::Raw Raw;
     const int E = Raw::STEPS, P = Raw::BLOCKS, STEP_VALUES = P * F::VALUES;
     int lane = (int)opaque(threadIdx.x & 31), row = lane >> 3, q = lane & 7;
@@ -212,7 +268,10 @@ DEVICE void multiply(const u8 *const (&block)[R], int K, const Columns<T> &x, co
     Lanes<R, T> lanes;
     lanes.clear();
 
-    const int SLOTS = DEPTH > 0 ? DEPTH : 1;
+    // One slot more than chunks under way, so that a chunk is used where it has arrived; formats that load much of a chunk
+    // have no registers for it and copy.
+    const bool ROTATE = DEPTH > 0 && T == 1 && Rotates<F>::VALUE;
+    const int SLOTS = ROTATE ? DEPTH + 1 : DEPTH > 0 ? DEPTH : 1;
     Raw ring[SLOTS][R];
 #pragma unroll
     for (int i = 0; i < DEPTH; i++)
@@ -226,23 +285,51 @@ DEVICE void multiply(const u8 *const (&block)[R], int K, const Columns<T> &x, co
     if (REST && q * P / 8 < n_rest)
 #pragma unroll
         for (int r = 0; r < R; r++) rest[REST ? r : 0].load_last(block[r] + chunks * Raw::CHUNK, row, q, n_rest);
+    ahead(DEPTH * Raw::CHUNK);
     wait_for_inputs();  // whoever has waited already goes on at once
+    const Columns<T> x = inputs();
+    // Places of a turn of the loop are constants behind addresses that move on once a turn. With several columns there
+    // are too many of these, and formats with a table have no registers left.
+    const bool MOVES = T == 1 && F::ENTRIES == 0;
+    const u8 *at[R];
+#pragma unroll
+    for (int r = 0; r < R; r++) at[r] = block[r];
+    Columns<T> near = x;
+    const int GROUP = F::VALUES == 256 ? 256 : 32;
+    if constexpr (MOVES) near = {x.codes + x.row[0], x.scales + x.row[0] / GROUP, x.sums + x.row[0] / 16, {0}};
 #pragma unroll 1
     for (int start = 0; start < chunks; start += SLOTS) {
 #pragma unroll
         for (int i = 0; i < SLOTS; i++) {
             int c = start + i;
             if (c >= chunks) break;
-            u32 ahead = opaque((c + DEPTH) * Raw::CHUNK);
-            Raw now[R];
+            u32 first = (MOVES ? i : c) * E * STEP_VALUES;
+            auto place = [&](int r) {
+                return MOVES ? at[r] + (i + DEPTH) * Raw::CHUNK : block[r] + opaque((c + DEPTH) * Raw::CHUNK);
+            };
+            if constexpr (ROTATE) {
 #pragma unroll
-            for (int r = 0; r < R; r++)
-                if (DEPTH > 0) now[r] = ring[i][r];
-            if (DEPTH == 0 || c + DEPTH < chunks)
+                for (int r = 0; r < R; r++) ring[(i + DEPTH) % SLOTS][r].load_if(c + DEPTH < chunks, place(r), row, q);
 #pragma unroll
-                for (int r = 0; r < R; r++) (DEPTH > 0 ? ring[i] : now)[r].load(block[r] + ahead, row, q);
+                for (int e = 0; e < E; e++) add_step<F, R, T>(ring[i], e, q, first + e * STEP_VALUES, near, table, lanes);
+            } else {
+                Raw now[R];
 #pragma unroll
-            for (int e = 0; e < E; e++) add_step<F, R, T>(now, e, q, (c * E + e) * STEP_VALUES, x, table, lanes);
+                for (int r = 0; r < R; r++)
+                    if (DEPTH > 0) now[r] = ring[i][r];
+                if (DEPTH == 0 || c + DEPTH < chunks)
+#pragma unroll
+                    for (int r = 0; r < R; r++) (DEPTH > 0 ? ring[i] : now)[r].load(place(r), row, q);
+#pragma unroll
+                for (int e = 0; e < E; e++) add_step<F, R, T>(now, e, q, first + e * STEP_VALUES, near, table, lanes);
+            }
+        }
+        if constexpr (MOVES) {
+#pragma unroll
+            for (int r = 0; r < R; r++) at[r] += SLOTS * Raw::CHUNK;
+            near.codes += SLOTS * E * STEP_VALUES;
+            near.scales += SLOTS * E * STEP_VALUES / GROUP;
+            near.sums += SLOTS * E * STEP_VALUES / 16;
         }
     }
     if constexpr (E * P > 1) {
@@ -263,6 +350,37 @@ DEVICE void multiply(const u8 *const (&block)[R], int K, const Columns<T> &x, co
         __syncwarp();
     }
     lanes.template sums<F>(q, y);
+}
+
+template <class F, int R, int T, int DEPTH>
+DEVICE void multiply(const u8 *const (&block)[R], int K, const Columns<T> &x, const u32 *table, float (&y)[R][T]) {
+    multiply_by<F, R, T, DEPTH>(block, K, [](int) {}, [&]() { return x; }, table, y);
+}
+
+// A column of K values, a multiple of 64, as threads `thread` of `threads` bring it into shared memory: codes, sums, scales,
+// one behind the other. It is there after a barrier of these threads. PIECES loads are on their way before one is used.
+template <class F, int PIECES = 4>
+DEVICE Columns<1> bring_column(const Columns<1> &x, int K, u8 *area, int thread, int threads) {
+    const int GROUP = F::VALUES == 256 ? 256 : 32;
+    const u32 row = x.row[0];
+    const uint4 *codes = (const uint4 *)(x.codes + row), *sums = (const uint4 *)(x.sums + row / 16);
+    const float *from = x.scales + row / GROUP;
+    int own = K / 16, all = own + K / 64, groups = K / GROUP;
+    float *scales = (float *)(area + K + K / 4), scale = thread < groups ? from[thread] : 0.f;
+#pragma unroll 1
+    for (int i = thread; i < all; i += PIECES * threads) {
+        uint4 v[PIECES];
+#pragma unroll
+        for (int j = 0, at = i; j < PIECES; j++, at += threads)
+            if (at < all) v[j] = at < own ? codes[at] : sums[at - own];
+#pragma unroll
+        for (int j = 0, at = i; j < PIECES; j++, at += threads)
+            if (at < all) ((uint4 *)area)[at] = v[j];
+    }
+    if (thread < groups) scales[thread] = scale;
+#pragma unroll 1
+    for (int i = thread + threads; i < groups; i += threads) scales[i] = from[i];
+    return {(const i8 *)area, scales, (const int *)(area + K), {0}};
 }
 
 // Bytes of a row block: four rows, rounded up to 16.

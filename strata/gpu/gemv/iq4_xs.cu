@@ -1,4 +1,4 @@
 // Products with the formats of iq4_xs.cuh.
 #include "gemv/iq4_xs.cuh"
 #include "gemv/kernels.cuh"
-#include "gemv/split.cuh"
+#include "gemv/spread.cuh"

@@ -1,4 +1,4 @@
 // Products with the formats of k.cuh.
 #include "gemv/k.cuh"
 #include "gemv/kernels.cuh"
-#include "gemv/split.cuh"
+#include "gemv/spread.cuh"

@@ -125,6 +125,11 @@ struct Q4_K : Scaled<Pairs, true, -1> {
     }
 };
 
+template <>
+struct Rotates<Q4_K> {
+    static const bool VALUE = true;
+};
+
 // Fifth bits: byte k of a thread's word belongs to byte k of its codes, bit 4j + i to lane 2q + j and group i.
 struct Q5_K : Scaled<Pairs, true, -1> {
     typedef Layout<1, 1, 8, 16, 8, 4, 1, 16> Raw;

@@ -79,7 +79,7 @@ template <int T>
 DEVICE Columns<T> columns_of(const Quantised &x, const int (&entry)[T], int share, int K) {
     Columns<T> c = {x.codes, x.scales, x.sums, {}};
 #pragma unroll
-    for (int t = 0; t < T; t++) c.row[t] = (u32)(entry[t] / share) * (u32)K;
+    for (int t = 0; t < T; t++) c.row[t] = (u32)(share == 1 ? entry[t] : entry[t] / share) * (u32)K;
     return c;
 }
 
@@ -88,7 +88,7 @@ DEVICE Columns<T> columns_of(const Quantised &x, const int (&entry)[T], int shar
 template <class F, int T, int M>
 struct Depth {
     static const int BYTES = sizeof(typename F::Raw);
-    static const int MANY = F::Raw::LOADED > 40 ? 1 : 2;
+    static const int MANY = F::Raw::LOADED > 40 ? 1 : Rotates<F>::VALUE ? 3 : 2;
     static const int VALUE = M == 1 ? MANY : T == 1 ? (BYTES > 24 ? 1 : 2) : BYTES > 24 ? 0 : 1;
 };
 
@@ -131,22 +131,32 @@ DEVICE void finish_hidden(const float (&out)[2][T], const int (&entry)[T], int n
 
 template <class F, int T, int M>
 DEVICE void rows_of_block(const u8 *weights, bool dense, Group &g, const Quantised &x, int share,
-                          const u32 *table, float *y, i64 y_stride, int rows, int K, const Hidden &h, float (*columns)[32]) {
+                          const u32 *table, float *y, i64 y_stride, int rows, int K, const Hidden &h, float (*columns)[32], u8 *area) {
     int lane = threadIdx.x & 31, q = lane & 7, warp = blockIdx.y * (blockDim.x >> 5) + (threadIdx.x >> 5);
     int first = h.codes ? warp : 2 * warp, last = (rows - 1) >> 2;
     int entry[T];
     Group again = g;
     g.next<T>(entry);
-    size_t bytes = row_block_bytes<F>(K);
-    const u8 *other = h.codes ? h.up + first * bytes : weights + min(first + 1, last) * bytes;
-    const u8 *block[2] = {weights + first * bytes, other};
+    u32 bytes = (u32)row_block_bytes<F>(K);
+    auto row_block = [&](const u8 *matrix, int i) { return matrix + (u64)(u32)i * bytes; };
+    // With one column, warps behind the last row do its work again: all bring the column into shared memory.
+    const u8 *block[2] = {row_block(weights, M == 1 ? min(first, last) : first),
+                          h.codes ? row_block(h.up, first) : row_block(weights, min(first + 1, last))};
     float out[2][T];
-    if (dense && (M == 1 || F::ENTRIES == 0)) {
-        u32 n = block[1] - block[0] == bytes ? 2 * bytes : bytes;
-        bring_early(block[0], n, lane, 32);
-        if (h.codes) bring_early(block[1], bytes, lane, 32);
-    }
-    multiply<F, 2, T, Depth<F, T, M>::VALUE>(block, K, columns_of(x, entry, share, K), table, out);
+    auto ahead = [&](int asked) {
+        if (dense && (M == 1 || F::ENTRIES == 0) && asked < (int)bytes)
+#pragma unroll
+            for (int r = 0; r < 2; r++) bring_early(block[r] + asked, bytes - asked, lane, 32);
+    };
+    auto inputs = [&]() {
+        Columns<T> c = columns_of(x, entry, share, K);
+        if constexpr (M == 1) {
+            c = bring_column<F, 2>(c, K, area, threadIdx.x, blockDim.x);
+            __syncthreads();
+        }
+        return c;
+    };
+    multiply_by<F, 2, T, Depth<F, T, M>::VALUE>(block, K, ahead, inputs, table, out);
     again.have = opaque(again.have);  // found again rather than kept: registers are what limits four columns
     int n = again.next<T>(entry);
     if (h.codes) {
@@ -191,6 +201,7 @@ product(const u8 *weights, const u8 *up, const u64 *addresses, int part, i64 str
         int experts, u64 *error, u64 where) {
     __shared__ uint4 space[F::TABLE / 4 + !F::TABLE];
     __shared__ float hidden[M][32];
+    DYNAMIC_SHARED(area);  // with M = 1: the column
     u32 *table = (u32 *)space;
     Group g;
     if (ids) {
@@ -226,7 +237,7 @@ product(const u8 *weights, const u8 *up, const u64 *addresses, int part, i64 str
     stage<F>(table);
     const bool LATE = M == 1 || F::ENTRIES == 0;  // grid formats have no registers left to wait behind the first loads
     if (!LATE) wait_for_inputs();
-    if (!h_codes && (blockIdx.y * (blockDim.x >> 5) + (threadIdx.x >> 5)) * 8 >= rows) {
+    if (M > 1 && !h_codes && (blockIdx.y * (blockDim.x >> 5) + (threadIdx.x >> 5)) * 8 >= rows) {
         if (LATE) wait_for_inputs();
         return;
     }
@@ -234,9 +245,9 @@ product(const u8 *weights, const u8 *up, const u64 *addresses, int part, i64 str
     Hidden h = {up, h_codes, h_scales, h_sums, factors, experts, error, where};
     int n = __popc(g.have);
     if (M == 1 || n == 1)
-        rows_of_block<F, 1, M>(weights, !ids, g, x, share, table, y, y_stride, rows, K, h, hidden);
+        rows_of_block<F, 1, M>(weights, !ids, g, x, share, table, y, y_stride, rows, K, h, hidden, area);
     else if (n == 2)
-        rows_of_block<F, M == 1 ? 1 : 2, M>(weights, !ids, g, x, share, table, y, y_stride, rows, K, h, hidden);
+        rows_of_block<F, M == 1 ? 1 : 2, M>(weights, !ids, g, x, share, table, y, y_stride, rows, K, h, hidden, area);
     else
-        rows_of_block<F, M, M>(weights, !ids, g, x, share, table, y, y_stride, rows, K, h, hidden);
+        rows_of_block<F, M, M>(weights, !ids, g, x, share, table, y, y_stride, rows, K, h, hidden, area);
 }

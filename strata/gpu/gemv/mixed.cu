@@ -37,7 +37,7 @@ DEVICE Part part_of(int unit, PARTS) {
 }
 
 template <class F, int T, int M>
-DEVICE void quantised_unit(const Part &p, const Quantised &x, int from, int n, int K) {
+DEVICE void quantised_unit(const Part &p, const Quantised &x, int from, int n, int K, u8 *area) {
     int lane = threadIdx.x & 31, q = lane & 7, last = (p.rows - 1) >> 2;
     size_t bytes = row_block_bytes<F>(K);
     const u8 *block[2] = {p.w + 2 * p.unit * bytes, p.w + min(2 * p.unit + 1, last) * bytes};
@@ -45,8 +45,21 @@ DEVICE void quantised_unit(const Part &p, const Quantised &x, int from, int n, i
 #pragma unroll
     for (int t = 0; t < T; t++) columns.row[t] = (u32)(from + (t < n ? t : n - 1)) * (u32)K;
     float out[2][T];
-    bring_early(block[0], (block[1] > block[0] ? 2 : 1) * (u32)bytes, lane, 32);
-    multiply<F, 2, T, Depth<F, T, M>::VALUE>(block, K, columns, nullptr, out);
+    if (M > 1) bring_early(block[0], (block[1] > block[0] ? 2 : 1) * (u32)bytes, lane, 32);  // registers are short
+    auto ahead = [&](int asked) {
+        if (M == 1 && asked < (int)bytes)
+#pragma unroll
+            for (int r = 0; r < 2; r++) bring_early(block[r] + asked, (u32)bytes - asked, lane, 32);
+    };
+    auto inputs = [&]() {
+        if constexpr (M > 1) return columns;
+        else {
+            Columns<1> near = bring_column<F>(columns, K, area, lane, 32);
+            __syncwarp();
+            return near;
+        }
+    };
+    multiply_by<F, 2, T, Depth<F, T, M>::VALUE>(block, K, ahead, inputs, nullptr, out);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         int row = 4 * (2 * p.unit + r) + (lane >> 3);
@@ -57,10 +70,10 @@ DEVICE void quantised_unit(const Part &p, const Quantised &x, int from, int n, i
 }
 
 template <class F, int M>
-DEVICE void quantised_columns(const Part &p, const Quantised &x, int from, int n, int K) {
-    if (M == 1 || n == 1) quantised_unit<F, 1, M>(p, x, from, n, K);
-    else if (n == 2) quantised_unit<F, M == 1 ? 1 : 2, M>(p, x, from, n, K);
-    else quantised_unit<F, M, M>(p, x, from, n, K);
+DEVICE void quantised_columns(const Part &p, const Quantised &x, int from, int n, int K, u8 *area) {
+    if (M == 1) quantised_unit<F, 1, M>(p, x, from, n, K, area);
+    else if (n <= 2) quantised_unit<F, M == 1 ? 1 : 2, M>(p, x, from, n, K, area);
+    else quantised_unit<F, M, M>(p, x, from, n, K, area);
 }
 
 template <int T>
@@ -87,8 +100,9 @@ DEVICE void float_unit(const Part &p, const float *x, int from, int n, int K) {
 // x (columns, K) as float32 and in groups of 256 and 32, where a matrix wants them. Grid: (columns / M, units / warps).
 template <int M>
 STARTS_EARLY __global__ void __launch_bounds__(256, 2)
-mixed(const float *x, int columns, int K, const i8 *codes256, const float *scales256, const int *sums256,
+mixed(const float *x, int columns, int K, int column_bytes, const i8 *codes256, const float *scales256, const int *sums256,
       const i8 *codes32, const float *scales32, const int *sums32, PARTS) {
+    DYNAMIC_SHARED(area);  // with M = 1: a column for every warp, of column_bytes
     let_next_start();
     Part p = part_of(blockIdx.y * (blockDim.x >> 5) + (threadIdx.x >> 5), w0, y0, n0, k0, w1, y1, n1, k1, w2, y2, n2, k2,
                      w3, y3, n3, k3, w4, y4, n4, k4);
@@ -97,21 +111,22 @@ mixed(const float *x, int columns, int K, const i8 *codes256, const float *scale
         return;
     }
     int from = blockIdx.x * M, n = columns - from < M ? columns - from : M;
+    u8 *mine = area + (threadIdx.x >> 5) * column_bytes;
     Quantised wide = {codes256, scales256, sums256}, narrow = {codes32, scales32, sums32};
     if (p.kind < FIRST_FORMAT) {
         if (n <= 2) float_unit<M < 2 ? 1 : 2>(p, x, from, n, K);
         else float_unit<M>(p, x, from, n, K);
     } else if (p.kind == FIRST_FORMAT) {
-        quantised_columns<Q3_K, M>(p, wide, from, n, K);
+        quantised_columns<Q3_K, M>(p, wide, from, n, K, mine);
     } else if (p.kind == FIRST_FORMAT + 1) {
-        quantised_columns<Q4_K, M>(p, wide, from, n, K);
+        quantised_columns<Q4_K, M>(p, wide, from, n, K, mine);
     } else if (p.kind == FIRST_FORMAT + 2) {
-        quantised_columns<Q5_K, M>(p, wide, from, n, K);
+        quantised_columns<Q5_K, M>(p, wide, from, n, K, mine);
     } else if (p.kind == FIRST_FORMAT + 3) {
-        quantised_columns<Q6_K, M>(p, wide, from, n, K);
+        quantised_columns<Q6_K, M>(p, wide, from, n, K, mine);
     } else if (p.kind == FIRST_FORMAT + 4) {
-        quantised_columns<IQ4_XS, M>(p, wide, from, n, K);
+        quantised_columns<IQ4_XS, M>(p, wide, from, n, K, mine);
     } else {
-        quantised_columns<Q8_0, M>(p, narrow, from, n, K);
+        quantised_columns<Q8_0, M>(p, narrow, from, n, K, mine);
     }
 }

@@ -8,12 +8,14 @@ import numpy as np
 
 from strata.base.errors import need
 from strata.gpu.activations import Activations
-from strata.gpu.gemv import BLOCKS_WANTED, COLUMNS, MOST_COLUMNS
+from strata.gpu.gemv import BLOCKS_WANTED, COLUMNS, MOST_COLUMNS, brings_column, column_bytes
 from strata.gpu.launch import Launch, Source, i32, launch, pointer
 from strata.pack.formats import BlockFormat
 
 SOURCE = Source("gemv/mixed.cu", tuple(f"mixed<{M}>" for M in COLUMNS))
 MOST_MATRICES = 5
+MOST_BLOCK_BYTES = 40 << 10
+"""Of columns in shared memory."""
 FLOATS = ("F32", "F16", "BF16")
 KINDS = {name: i for i, name in enumerate((*FLOATS, "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "Q8_0"))}
 """Formats that the kernel is compiled for, by its numbers: those of attention in releases."""
@@ -61,8 +63,11 @@ def mixed(x: int, T: int, K: int, quantised: dict[int, Activations], parts: list
     for p in parts:
         words += [pointer(p.address), pointer(p.y), i32(p.rows), i32(KINDS[p.format.name])]
     words += [pointer(0), pointer(0), i32(0), i32(0)] * (MOST_MATRICES - len(parts))
-    M, units, warps = COLUMNS[0] if T == 1 else COLUMNS[1], sum(p.units() for p in parts), 8
-    while warps > 1 and -(-units // warps) < BLOCKS_WANTED:
+    own_bytes = column_bytes(K, 32)  # of each warp
+    M = COLUMNS[0] if T == 1 and brings_column(K) else COLUMNS[-1]
+    units, warps = sum(p.units() for p in parts), 8
+    while warps > 1 and (-(-units // warps) < BLOCKS_WANTED or (M == 1 and warps * own_bytes > MOST_BLOCK_BYTES)):
         warps //= 2
     grid = (-(-T // M), -(-units // warps))
-    return [launch(SOURCE, f"mixed<{M}>", grid, 32 * warps, pointer(x), i32(T), i32(K), *places, *words)]
+    return [launch(SOURCE, f"mixed<{M}>", grid, 32 * warps, pointer(x), i32(T), i32(K),
+                   i32(own_bytes), *places, *words, shared_bytes=warps * own_bytes if M == 1 else 0)]  # fmt: skip

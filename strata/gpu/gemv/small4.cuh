@@ -45,6 +45,37 @@ struct IQ4_NL : HalvesFrom<WHOLE, 0> {
     }
 };
 
+
+// The same for one column.
+struct IQ4_NL_ALONE : Halves<0> {
+    typedef IQ4_NL::Raw Raw;
+    struct Step {
+        u32 low[2][2], high[2][2];
+        float d;
+        NoLeast least;
+    };
+    DEVICE static Step unpack(const Raw &raw, int e, int, const u32 *) {
+        Step s;
+#pragma unroll
+        for (int j = 0; j < 2; j++) look_up_both(raw.a[2 * e + j], s.low[j], s.high[j]);
+        s.d = half_of(raw.b, e);
+        return s;
+    }
+    DEVICE static int lane(const u32 (&low)[2], const u32 (&high)[2], u32 x_low, u32 x_high) {
+        return dot4(high[1], x_high, dot4(high[0], x_high, dot4(low[1], x_low, dot4(low[0], x_low, WHOLE))));
+    }
+    template <class V>
+    DEVICE static void dot(const Step &s, const X &x, V (&v)[2]) {
+        float c = mul32(s.d, x.d);
+        v[0] = fma32(whole(lane(s.low[0], s.high[0], x.low.x, x.high.x)), c, v[0]);
+        v[1] = fma32(whole(lane(s.low[1], s.high[1], x.low.y, x.high.y)), c, v[1]);
+    }
+};
+template <>
+struct ForColumns<IQ4_NL, 1> {
+    typedef IQ4_NL_ALONE Type;
+};
+
 struct MXFP4 : HalvesFrom<WHOLE, 0> {
     typedef Layout<2, 4, 8, 8, 4, 1> Raw;
     DEVICE static Step unpack(const Raw &raw, int e, int, const u32 *) {

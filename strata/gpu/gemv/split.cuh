@@ -13,7 +13,7 @@ struct Term {
 DEVICE Term fma32(float a, float c, Term) { return {a, c}; }
 
 #define SPLIT_ROWS 8
-#define SPLIT_KILOBYTES(M) ((M) == 1 ? 16 : 32)  // of terms a round: one chunk of every warp
+#define SPLIT_KILOBYTES 32  // of terms a round: one chunk of every warp
 
 // Terms of one chunk or one left-over step of the two row blocks. Term of (step, column, row, lane) lies at
 // ((step * T + column) * 8 + row) * 16 + lane, minima behind them with 4 lanes.
@@ -152,11 +152,11 @@ DEVICE Columns<T> columns_from(int from, int n, const i8 *codes, const float *sc
 
 // Grid: (columns / M, row tiles of eight); 4 to 8 warps, whose terms of a round fit into SPLIT_KILOBYTES.
 template <class F, int M>
-STARTS_EARLY __global__ void __launch_bounds__(M == 1 ? 256 : 256 / F::Raw::STEPS, M == 1 ? (F::Raw::LOADED <= 28 ? 3 : 2) : 1 + F::Raw::STEPS)
+STARTS_EARLY __global__ void __launch_bounds__(256 / F::Raw::STEPS, 1 + F::Raw::STEPS)
 split(const u8 *weights, int columns, const i8 *codes, const float *scales, const int *sums, float *y, i64 y_stride,
       int rows, int K) {
-    __shared__ float4 terms[SPLIT_KILOBYTES(M) * 64];
-    __shared__ float2 minima[F::MINIMUM != 0 ? SPLIT_KILOBYTES(M) * 32 : 1];
+    __shared__ float4 terms[SPLIT_KILOBYTES * 64];
+    __shared__ float2 minima[F::MINIMUM != 0 ? SPLIT_KILOBYTES * 32 : 1];
     __shared__ float tail[SPLIT_ROWS * M];
     __shared__ uint4 space[F::TABLE / 4 + !F::TABLE];
     let_next_start();
@@ -167,8 +167,8 @@ split(const u8 *weights, int columns, const i8 *codes, const float *scales, cons
     int from = blockIdx.x * M, n = columns - from < M ? columns - from : M;
     y += from * y_stride;
     if (M > 2 && n <= 2)
-        split_rows<F, M < 2 ? 1 : 2>(weights, columns_from<M < 2 ? 1 : 2>(from, n, codes, scales, sums, K), n, table, y,
-                                     y_stride, rows, K, terms, minima, tail);
+        split_rows<F, 2>(weights, columns_from<2>(from, n, codes, scales, sums, K), n, table, y, y_stride, rows, K, terms,
+                         minima, tail);
     else
         split_rows<F, M>(weights, columns_from<M>(from, n, codes, scales, sums, K), n, table, y, y_stride, rows, K, terms,
                          minima, tail);
