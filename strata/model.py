@@ -66,7 +66,7 @@ def load(
     experts: str = "auto",
     pcie_share: float | None = None,
     profile: Any = None,
-    progress: Callable[[LoadProgress], None] | None = None,
+    on_progress: Callable[[LoadProgress], None] | None = None,
     **unknown: Any,
 ) -> Model:
     """Load a model from a GGUF file (any one shard, or the folder that holds only it), after planning what it takes
@@ -98,24 +98,24 @@ def load(
     ngram        how rows of the n-gram table are read: "mapped": through the page cache; "direct": past it, while the
                  window already runs; "auto": mapped where free RAM holds the whole table, else direct if the file
                  system can
-    progress     called with `strata.LoadProgress` records (what, done, total, name) while kernels are compiled and
+    on_progress  called with `strata.LoadProgress` records (what, done, total, name) while kernels are compiled and
                  tested and weights are uploaded; what it raises ends the load
 
     What is asked for is never made smaller: it fits or raises DoesNotFit before anything is allocated; what is chosen
     automatically may shrink, with a warning. `Model.plan` is the plan, `Model.stats()["plan"]` compares it with what
     was taken. Raises FileError, ModelError, BadArgument or DoesNotFit, each with found, needed and advice.
     """
-    refuse_unknown(unknown, [*(f.name for f in fields(LoadOptions)), "progress"], "load")
+    refuse_unknown(unknown, [*(f.name for f in fields(LoadOptions)), "on_progress"], "load")
     need(isinstance(path, str | Path), "path is no path", found=repr(path), needed="str or Path")
     need(str(path) != "", "path is empty", found="''", needed="a GGUF file or its folder")
-    need(progress is None or callable(progress), "progress is no function", found=repr(progress))
+    need(on_progress is None or callable(on_progress), "on_progress is no function", found=repr(on_progress))
     options = LoadOptions(context, sessions, threads, pin, kv, prefill, draft, checkpoints, device, vram_gib, ngram,
                           slots, experts, pcie_share, profile)  # fmt: skip
     options.validate()
     began = time.perf_counter()
     gguf = GgufFile(path)
     try:
-        with listening(progress):
+        with listening(on_progress):
             model = Model(gguf, options)
     except BaseException:
         gguf.close()
@@ -151,7 +151,7 @@ class Model:
         self.draft_layer = load_draft_layer(source, gguf, arch, self.geometry)
         with second_process(cpu=self.plan.device == "cpu") as finish:
             self._backend = make_backend(gguf, arch, self.geometry, self.plan, options.pin, self.draft_layer,
-                                         options.ranking(self.geometry))  # fmt: skip
+                                         options.ranking(self.geometry), options.pcie_share)  # fmt: skip
             try:
                 report(COMPILING, 0, 1, "sampling")
                 finish()  # it may be writing what this process would write
@@ -298,7 +298,8 @@ class Model:
 
     def detokenize(self, tokens: Sequence[int] | np.ndarray, skip_special: bool = False) -> str:
         """The text of token ids."""
-        whole = not isinstance(tokens, str | bytes | None) and all(isinstance(t, int | np.integer) for t in tokens)
+        many = isinstance(tokens, Sequence | np.ndarray) and not isinstance(tokens, str | bytes)
+        whole = many and all(isinstance(t, int | np.integer) for t in tokens)
         need(whole, "detokenize takes token ids", found=type(tokens).__name__, needed="integers")
         return self.tokenizer.decode(tokens, skip_special)
 
@@ -384,6 +385,11 @@ class Model:
             if closing:
                 self._backend.close()
                 self._gguf.close()
+                # What refers back would keep memory and mappings until the garbage collector comes.
+                with self._pool_lock:
+                    self._own = None
+                for state in self._states:
+                    state.speculator = None
 
     def __enter__(self) -> Model:
         return self

@@ -33,7 +33,7 @@ from strata.gpu.draft import GpuDraft, Host
 from strata.gpu.error_word import decode
 from strata.gpu.expert_store import ExpertStore
 from strata.gpu.head import Head
-from strata.gpu.held import held
+from strata.gpu.held import held, let_go
 from strata.gpu.hybrid import Hybrid
 from strata.gpu.lower import Lowering
 from strata.gpu.mailbox import copy_values
@@ -228,9 +228,8 @@ class GpuBackend:
         )
         if found.code in (NGRAM_TIMEOUT, NGRAM_FAILED):
             raise self.ngram.failed(message, found.detail)
-        raise NotFinite(
-            message, found=f"row or expert {found.detail}", advice="The weights or the file may be damaged."
-        )
+        raise NotFinite(message, found=f"row or expert {found.detail}",
+                        advice="The weights or the file may be damaged.")  # fmt: skip
 
     @property
     def _error_word(self) -> int:
@@ -322,6 +321,11 @@ class GpuBackend:
         return times
 
     @property
+    def reads_chunks(self) -> bool:
+        """Whether prompts are read by a chunk program; by windows if not."""
+        return self._chunks is not None
+
+    @property
     def chunk_rows(self) -> int:
         """Most rows that one call of `prefill` reads."""
         return self._chunks.most_rows if self._chunks is not None else self.programs.prefill.T
@@ -393,3 +397,4 @@ class GpuBackend:
             self.uploader.close()
             self.store.close()
             self.device.close()
+        let_go(self)

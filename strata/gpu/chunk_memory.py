@@ -7,7 +7,7 @@ same areas. Like `Memory`, an arena is first measured with made-up addresses.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from strata.base.program import Buffer, Op, Program
@@ -83,21 +83,27 @@ class Area:
         return False
 
 
-def place(areas: Iterable[Area]) -> int:
+def meetings(areas: Sequence[Area]) -> list[set[int]]:
+    """For each area the numbers of those that are in use at some time when it is, its own included."""
+    return [{i for i, b in enumerate(areas) if a.meets(b)} for a in areas]
+
+
+def place(areas: Sequence[Area], met: Sequence[set[int]] | None = None) -> int:
     """Give every area its start, large ones first, each at the lowest place that is free while it lives.
 
-    Returns the bytes of the arena.
+    met: their `meetings`, if they are known. Returns the bytes of the arena.
     """
-    placed: list[Area] = []
+    placed: list[int] = []
     end = 0
-    for area in sorted(areas, key=lambda a: (-a.n_bytes, a.name)):
-        taken = sorted((p.start, p.start + aligned(p.n_bytes)) for p in placed if p.meets(area))
+    met = meetings(areas) if met is None else met
+    for i in sorted(range(len(areas)), key=lambda i: (-areas[i].n_bytes, areas[i].name)):
+        area, beside = areas[i], [areas[j] for j in placed if j in met[i]]
         area.start = 0
-        for start, stop in taken:
+        for start, stop in sorted((p.start, p.start + aligned(p.n_bytes)) for p in beside):
             if area.start + aligned(area.n_bytes) <= start:
                 break
             area.start = max(area.start, stop)
-        placed.append(area)
+        placed.append(i)
         end = max(end, area.start + aligned(area.n_bytes))
     return end
 

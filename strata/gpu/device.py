@@ -51,7 +51,8 @@ class Device(Protocol):
         """Zeroed device memory that lives until close."""
 
     def host(self, n_bytes: int) -> np.ndarray:
-        """uint8 host memory that kernels read and write at the array's own address."""
+        """uint8 host memory that kernels read and write at the array's own address. The system gets it back when the
+        device was closed and no view of the array is left."""
 
     def upload(self, address: int, array: np.ndarray) -> None:
         """Copy a contiguous array to the device; on return it may be changed."""
@@ -66,7 +67,8 @@ class Device(Protocol):
         """Queue launches one by one."""
 
     def copy_in(self, address: int, source: int, n_bytes: int, stream: int = MAIN) -> None:
-        """Queue a copy from host memory of `host` or `register`, which must stay as it is until the copy is done."""
+        """Queue a copy from host memory of `host` or `register`, which must stay as it is until the copy is done, or
+        from another place on the device."""
 
     def record(self, stream: int = MAIN, timed: bool = False) -> Any:
         """An event: everything queued on the stream up to now. timed: `elapsed_ms` takes it."""
@@ -230,9 +232,10 @@ class CupyDevice:
         return int(memory.ptr)
 
     def host(self, n_bytes: int) -> np.ndarray:
-        memory = self._cupy.cuda.alloc_pinned_memory(n_bytes)
+        # Not from CuPy's pool, which keeps for the life of the process what was ever taken from it.
+        memory = self._cupy.cuda.PinnedMemory(n_bytes, self._runtime.hostAllocPortable)
+        array = np.frombuffer(self._cupy.cuda.PinnedMemoryPointer(memory, 0), np.uint8, n_bytes)
         self._kept.append(memory)
-        array = np.frombuffer(memory, np.uint8, n_bytes)
         array[:] = 0
         return array
 
@@ -301,7 +304,10 @@ class CupyDevice:
         self._runtime.hostUnregister(address)
 
     def is_registered(self, address: int, n_bytes: int) -> bool:
-        return any(at <= address and address + n_bytes <= at + n for at, n in self._registered.items())
+        for at, n in self._registered.items():  # noqa: SIM110  a generator is slow, and swaps ask a dozen times an expert
+            if at <= address and address + n_bytes <= at + n:
+                return True
+        return False
 
     # ---- launches
 
@@ -367,7 +373,8 @@ class CupyDevice:
         self.stream.synchronize()
 
     def close(self) -> None:
-        """Free everything. The device's memory is in use until queued work has ended."""
+        """Free everything, but for host memory that arrays of `host` still show. What queued work uses is freed when it
+        has ended."""
         for stream in (self.stream, *self._copy_streams):
             stream.synchronize()
         for address in list(self._registered):

@@ -210,6 +210,11 @@ class GpuDraft:
             raise NotFinite("draft logits are not finite", advice="The draft layer's file may be damaged.")
         return ids, probabilities
 
+    def close(self) -> None:
+        """Drop graphs and what shows the backend's pinned memory; the device is closed."""
+        self._graphs.clear()
+        self.wide = self._host = self._words = self._append_error = self._records = None
+
     def waited(self) -> None:
         """All that was queued has ended."""
         self._queued = False

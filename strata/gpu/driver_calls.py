@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_char, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import cache
 from typing import Any
@@ -35,17 +35,33 @@ CALLS = {
 """Arguments by name; all return a code, 0 for success."""
 
 
+LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+
+
+def driver_library(kind: type[ctypes.CDLL], calls: Mapping[str, Sequence[Any]]) -> ctypes.CDLL:
+    """The driver's library with the arguments of some calls declared; StrataError if it or one of them is missing.
+
+    kind  ctypes.PyDLL, whose calls keep the interpreter's lock, or ctypes.CDLL
+    """
+    try:
+        library = kind(LIBRARY)
+        for name, arguments in calls.items():
+            call = getattr(library, name)
+            call.argtypes, call.restype = arguments, c_int
+    except (OSError, AttributeError) as error:
+        raise StrataError("the CUDA driver's library cannot be used", found=str(error),
+                          needed=f"{LIBRARY} with {', '.join(calls)}",
+                          advice="`strata doctor` shows devices and driver.") from error  # fmt: skip
+    return library
+
+
 class DriverCalls:
     """The driver's library, for the context that the calling thread has. Streams, events, graphs and functions are
     addresses, as CuPy's `.ptr` gives them."""
 
     def __init__(self, library: Any = None):
-        lib = library or ctypes.PyDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-        self._calls: dict[str, Callable[..., int]] = {}
-        for name, arguments in CALLS.items():
-            call = getattr(lib, name)
-            call.argtypes, call.restype = arguments, c_int
-            self._calls[name] = call
+        library = library or driver_library(ctypes.PyDLL, CALLS)
+        self._calls: dict[str, Callable[..., int]] = {name: getattr(library, name) for name in CALLS}
         context = c_void_p()
         self._do("cuCtxGetCurrent", ctypes.addressof(context))
         self._context = context.value
@@ -82,7 +98,7 @@ class DriverCalls:
         return launch
 
     def copy(self, target: int, source: int, n_bytes: int, stream: int) -> None:
-        """Queue a copy between device and pinned memory, either way."""
+        """Queue a copy between device and pinned memory, either way, or from device to device."""
         self._do("cuMemcpyAsync", target, source, n_bytes, stream)
 
     def record(self, event: int, stream: int) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import re
-import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -19,6 +18,7 @@ import numpy as np
 
 from strata.base.errors import StrataError
 from strata.gpu.compile import headers_of
+from strata.gpu.driver_calls import driver_library
 from strata.gpu.launch import Launch, Source
 
 log = logging.getLogger("strata")
@@ -108,15 +108,11 @@ class Refused(StrataError):
 @cache
 def driver() -> ctypes.CDLL:
     """The CUDA driver's library; Refused if it cannot be loaded or is too old for launch attributes."""
-    name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    arguments = (ctypes.POINTER(LaunchConfig), ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)
     try:
-        library = ctypes.CDLL(name)
-        call = library.cuLaunchKernelEx
-    except (OSError, AttributeError) as error:
-        raise Refused("kernels cannot start early", found=str(error), needed=f"{name} with cuLaunchKernelEx") from error
-    call.argtypes = (ctypes.POINTER(LaunchConfig), ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)
-    call.restype = ctypes.c_int
-    return library
+        return driver_library(ctypes.CDLL, {"cuLaunchKernelEx": arguments})
+    except StrataError as error:
+        raise Refused("kernels cannot start early", found=error.found, needed=error.needed) from error
 
 
 def _error_text(code: int) -> str:

@@ -98,6 +98,14 @@ class ExpertStore:
             return self.experts.raw(layer, e, PARTS[part])
         return self._place(layer, e, part)
 
+    def pinned(self, layer: int, e: int) -> list[int] | None:
+        """Addresses of gate, up and down where the device reads them in place; None where it does not."""
+        self._need_open()
+        if not self._registered:
+            return None
+        addresses = self.addresses[layer, e].tolist()
+        return addresses if addresses[0] else None
+
     def device_table(self) -> np.ndarray | None:
         """(L, E, 3) uint64 addresses that kernels can read, 0 for experts without one; None if they cannot read any."""
         self._need_open()
@@ -230,7 +238,7 @@ class ExpertStore:
             if self._device.is_registered(address, 1):  # a device that was closed first has undone it
                 self._device.unregister(address)
         self._pinned_bytes = 0
-        self._bytes, self._keeper = None, ()
+        self._bytes, self._downloader, self._keeper = None, None, ()
         if self._arena is not None:
             with suppress(BufferError):  # a view is out: the memory goes with the last one
                 self._arena.close()

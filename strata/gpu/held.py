@@ -1,4 +1,4 @@
-"""What a GPU backend holds, under the lines of a plan."""
+"""What a GPU backend holds, under the lines of a plan, and what it drops when it is closed."""
 
 from __future__ import annotations
 
@@ -41,6 +41,23 @@ def held(b: GpuBackend, sessions: Sequence[DeviceState]) -> list[Allocation]:
     ]
     lines = [("vram", *line) for line in vram] + [("ram", *line) for line in ram]
     return [Allocation(line, device, n_bytes, reason) for device, line, n_bytes, reason in lines if n_bytes]
+
+
+OF_OPEN = ("uploader", "draft", "head_rows", "op_by_op", "ngram", "_chunks", "_other_forms", "_ran", "_in", "_host_in",
+           "_host_out", "_ticket", "_staged")  # fmt: skip
+
+
+def let_go(b: GpuBackend) -> None:
+    """Drop what shows pinned memory, and what refers back to a backend that was closed.
+
+    The system gets the memory with the last reference, and must not wait for the garbage collector or for whoever keeps
+    a closed model.
+    """
+    b.slots.close()
+    if b.draft:
+        b.draft.close()
+    for name in OF_OPEN:
+        vars(b).pop(name, None)
 
 
 def _logits_bytes(b: GpuBackend) -> int:

@@ -168,8 +168,10 @@ class Hybrid:
         self._report = device.host(_report_bytes(experts, K))
         self._stamps = self._report[: 8 * self._n_stamps].view(np.int64)
         bell = Doorbell(self.mailbox, self._host.ctypes.data, control, work, decisions, staged, jobs)
-        self.split = Split(bell, self._raws_of, staging, self.staging_blobs, stamps, stamp_branches, copy_sums,
-                           stamps + 8 * self._n_stamps)  # fmt: skip
+        raws_at, of_layer = self._raws, 24 * experts.E
+        # A function of numbers: one of this object would keep it, and the file's mapping, for the garbage collector.
+        self.split = Split(bell, lambda layer: raws_at and raws_at + of_layer * layer, staging, self.staging_blobs,
+                           stamps, stamp_branches, copy_sums, stamps + 8 * self._n_stamps)  # fmt: skip
         self._unlinked = replace(self.split, staging=0, places=0) if self.staging_blobs else self.split
         self._control = np.zeros(bells.CONTROL_WORDS, np.int64)
         self.set_limit(limit_s)
@@ -200,9 +202,6 @@ class Hybrid:
              found=f"{raws.dtype} {raws.shape}", needed=f"uint64 {shape}")  # fmt: skip
         need(self._raws != 0, "addresses of experts in host memory", needed="places for experts over the link")
         self.device.upload(self._raws, np.ascontiguousarray(raws))
-
-    def _raws_of(self, layer: int) -> int:
-        return self._raws and self._raws + 24 * self.experts.E * layer
 
     @property
     def form(self) -> Split:
@@ -274,6 +273,15 @@ class Hybrid:
 
     # ---- facts
 
+    @property
+    def host(self) -> np.ndarray:
+        """The mailbox, uint8: for requests beside those of windows, none of which may be under way."""
+        return self._host
+
+    def asked(self, number: int) -> None:
+        """Requests up to this number have come from the host: those of windows have higher ones from now on."""
+        self._set(bells.COUNTER, number)
+
     def routed(self, T: int) -> np.ndarray:
         """int32 (L, T, K): routed ids of the last window, which had T rows; valid until the next one."""
         L, K = self.experts.n_layers, self.mailbox.K
@@ -293,8 +301,9 @@ class Hybrid:
         return needs(self.experts, self.mailbox.K, self.staging_blobs)
 
     def close(self) -> None:
-        """End the service. The device frees its memory when it is closed."""
+        """End the service and drop what shows pinned memory, which the device keeps until it is closed."""
         self.server.close()
+        self._host = self._words = self._report = self._stamps = np.empty(0, np.uint8)
 
 
 def decode_telemetry(stamps: np.ndarray, experts: ExpertLayout) -> list[LayerTimes]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,6 @@ import numpy as np
 from strata.base.errors import BadArgument, need
 
 FOLDER = Path(__file__).resolve().parent
-WARP = 32
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Launch:
         need(self.kernel in self.source.instances, f"{self.source.file} has no instance {self.kernel}",
              needed="one of " + ", ".join(self.source.instances))  # fmt: skip
         need(len(self.grid) == 3 and min(self.grid) > 0, f"grid of {self.kernel}", found=self.grid, needed="3 x >= 1")
-        threads = int(np.prod(self.block))
+        threads = prod(self.block)
         need(0 < threads <= 1024, f"threads of a block of {self.kernel}", found=threads, needed="1..1024")
         for i, a in enumerate(self.args):
             if type(a) not in (np.uint64, np.int32, np.int64, np.float32, np.float64):

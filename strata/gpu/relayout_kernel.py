@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
 from strata.base.errors import need
@@ -20,8 +22,9 @@ def _chunk_blocks(format: BlockFormat) -> int:
     return layout.steps * layout.blocks
 
 
+@cache
 def _piece_map(format: BlockFormat, n_blocks: int) -> np.ndarray:
-    """uint16 (bits of four rows of n_blocks blocks,): source of every output bit, as the kernel reads it.
+    """uint16 (bits of four rows of n_blocks blocks,), read-only: source of every output bit, as the kernel reads it.
 
     The layout moves bits and inverts some; so relaying each digit of a bit's number gives the digits of the source.
     """
@@ -38,6 +41,7 @@ def _piece_map(format: BlockFormat, n_blocks: int) -> np.ndarray:
     source = inverted << _INVERTED
     for digit in range(_ROW_SHIFT + 2):
         source |= (moved(number >> digit & 1) ^ inverted) << digit
+    source.flags.writeable = False
     return source
 
 

@@ -37,6 +37,9 @@ class ExpertSource(Protocol):
     def raw(self, layer: int, e: int, part: int) -> np.ndarray:
         """uint8 (rows, row_bytes) of gate (0), up (1) or down (2), as in the file."""
 
+    def pinned(self, layer: int, e: int) -> list[int] | None:
+        """Addresses of the three in registered memory; None where they lie elsewhere."""
+
 
 class ExpertSlots:
     """Slots of all layers, their contents, and the table.
@@ -205,6 +208,23 @@ class ExpertSlots:
         self._write(layer, expert, [0, 0, 0])
         return slot
 
+    def move(self, layer: int, expert: int, slot: int) -> None:
+        """Bring an expert that is on the device to a free slot of its layer, behind what the main stream was given;
+        its old slot is free. Publish before the next window."""
+        self._need_swaps(layer)
+        need(0 <= slot < self.counts[layer] and self.expert_of[layer][slot] == NOWHERE,
+             f"a slot of layer {layer} to move to", found=slot, needed="one that is free")  # fmt: skip
+        need(bool(self.table[layer, expert, 0]), f"an expert of layer {layer} to move", found=expert,
+             needed="one that is on the device")  # fmt: skip
+        old = self.slot_of(layer, expert)
+        self._device.copy_in(self.address(layer, slot, 0), self.address(layer, old, 0), self._slot_bytes[layer])
+        self.expert_of[layer][old] = NOWHERE
+        self._enter(layer, expert, slot)
+
+    def close(self) -> None:
+        """Drop what shows pinned memory, and who brings experts; the device is closed."""
+        self._uploader = self._source = self._published = None
+
     def landed(self) -> list[tuple[int, int]]:
         """(layer, expert) of what has arrived since the last call, in the order of `place`; it is in the table now.
 
@@ -251,8 +271,12 @@ class ExpertSlots:
              needed="slots that kernels read through the table")  # fmt: skip
 
     def _queue(self, layer: int, expert: int, slot: int, parts: Iterable[int] = range(3)) -> None:
+        pinned = self._source.pinned(layer, expert)
         for part in parts:
             p, target = self.experts.layers[layer].projections[part], self.address(layer, slot, part)
+            if pinned and p.format.group:
+                self._uploader.pinned_matrix(p.format, target, pinned[part], p.rows, p.n_bytes // p.rows)
+                continue
             raw = self._source.raw(layer, expert, part)
             if p.format.group:
                 self._uploader.matrix(p.format, target, raw)

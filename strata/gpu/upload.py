@@ -137,6 +137,17 @@ class Uploader:
             part = data[first : first + shape.most_rows]
             self._add(_flat(part), target + first // ROWS * shape.block_bytes, shape)
 
+    def pinned_matrix(self, format: BlockFormat, target: int, source: int, rows: int, row_bytes: int) -> None:
+        """As `matrix`, of one at an address in memory that is registered until the upload has `arrived`. Swaps would
+        spend half of their time looking at arrays."""
+        shape = self._shapes.get((format.name, row_bytes)) or self._shape(format, row_bytes)
+        for first in range(0, rows, shape.most_rows):
+            n_rows = min(rows - first, shape.most_rows)
+            n_bytes = n_rows * row_bytes
+            place = self._take(n_bytes) % self._ring_bytes
+            self._open.staged.append((self._raw + place, source + first * row_bytes, n_bytes, 0))
+            self._open.matrices.append((shape, n_rows, place, target + first // ROWS * shape.block_bytes))
+
     def send(self) -> None:
         """Start everything queued. Waits only while the ring is full."""
         self._seal()

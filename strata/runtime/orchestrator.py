@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -30,11 +30,14 @@ from strata.gpu.expert_store import ExpertStore, arena_bytes
 from strata.gpu.hybrid import STAGING_BLOBS, Hybrid
 from strata.gpu.slots import ExpertSlots
 from strata.gpu.state import DeviceState
+from strata.gpu.weights import Weights as DeviceWeights
 from strata.pack.experts import ExpertLayout
 from strata.pack.profile import ExpertProfile
 from strata.pack.tensors import Tensors
+from strata.planner.split import SplitCosts, choose_split
 from strata.runtime.expert_stats import ExpertStats
 from strata.runtime.loan import Loan
+from strata.runtime.share_probe import ShareProbe
 from strata.runtime.swaps import SwapRules
 from strata.runtime.tiers import ExpertTiers
 
@@ -42,7 +45,13 @@ LIMIT_S = 10.0
 """How long a window waits for the CPU in one layer."""
 
 GAP_MEMORY = 0.1
-"""What a new gap between windows counts in their mean."""
+"""What a new gap between windows, or a new time of queueing copies, counts in their mean."""
+
+BESIDE_SHARE = 0.8
+"""Of a window that the host may be busy queueing copies beside it: longer, and the window would end unseen."""
+
+LEAST_COPIES = 4
+"""Of an adaptation, however short windows are: else a few slow ones would end swaps for good."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,7 @@ class TierSetup:
     slots      experts of each layer in VRAM
     mode       where the host's bytes lie: see `strata.gpu.expert_store`
     link       whether experts may come over the link; share: of the missing ones, to begin with
+    hit_rate   instead of that, the share by costs that are timed when all is there, for so many hits of routed entries
     threads    CPU threads that compute experts, that of the service included; pin: bind them to cores
     profile    ranking to fill slots by; None: in the plan's order
     link_gbps  rate of copies, None if unknown
@@ -67,6 +77,7 @@ class TierSetup:
     link_gbps: float | None = None
     rules: SwapRules | None = None
     limit_s: float = LIMIT_S
+    hit_rate: float | None = None
 
 
 class Orchestrator:
@@ -77,6 +88,7 @@ class Orchestrator:
     stats   sums over windows                   device, layout, setup  as given
     loan    slots for prefill chunks; there from `begin` on
     beside_us  the host's own time while windows ran, sum
+    costs   what a missing expert was timed to cost; None if it was not
 
     Build it before the backend, which takes hybrid, slots and store; call `begin` when the backend is there. If the
     backend cannot be built: `quiet`, close the device, `close`.
@@ -85,10 +97,12 @@ class Orchestrator:
     def __init__(self, device: Device, tensors: Tensors, layout: ExpertLayout, K: int, setup: TierSetup):
         self.device, self.layout, self.setup = device, layout, setup
         self.tiers: ExpertTiers | None = None
+        self.costs: SplitCosts | None = None
         self._expert_bytes = np.array([layout.blob_bytes(l) for l in range(layout.n_layers)], np.int64)
         self._stats = ExpertStats(layout.n_layers, self._expert_bytes)
         self._stamps: tuple[np.ndarray, float] | None = None
         self._gap_ms: float | None = None
+        self._byte_us: float | None = None
         self._ended = self._began = 0.0
         self._rows = 0
         self._torn = self._due = False
@@ -139,9 +153,10 @@ class Orchestrator:
             self.slots.fill(_in_turn(self.slots.counts))
         exchange = None
         if setup.mode == "resident":
+            store, slots = self.store, self.slots  # a function that names this would keep it
 
             def exchange(layer: int, incoming: int, slot: int) -> int:
-                return self.store.exchange(self.slots, layer, incoming, slot)
+                return store.exchange(slots, layer, incoming, slot)
 
         self.tiers = ExpertTiers(
             self.slots, setup.profile, setup.link_gbps, n_experts=self.layout.E, expert_bytes=self._expert_bytes,
@@ -159,6 +174,17 @@ class Orchestrator:
             self._version = self.store.version
             if self.hybrid.staging_blobs:
                 self.hybrid.set_raws(self.store.device_table())
+
+    def choose_share(self, weights: DeviceWeights) -> None:
+        """Time what a missing expert costs on either side, and set the share of the link by that. After `begin`."""
+        hit_rate = self.setup.hit_rate
+        if hit_rate is None or not self.hybrid.staging_blobs or hit_rate >= 1:
+            return
+        addresses = np.where(self.store.device_table() != 0, self.store.addresses, 0)
+        self.costs = ShareProbe(self.hybrid, self.server, weights, addresses).measure()
+        if self.costs is not None:
+            K = self.hybrid.mailbox.K
+            self.hybrid.set_share(choose_split(self.costs, K * (1 - hit_rate), 1.0, K * hit_rate).fraction)
 
     # ---- windows
 
@@ -191,6 +217,9 @@ class Orchestrator:
             self.tiers.observe(self.hybrid.routed(rows), n_keep)
             if self._gap_ms is not None:
                 self.tiers.hidden_ms = self._gap_ms * self.tiers.rules.every
+            if self._byte_us is not None:
+                most_bytes = BESIDE_SHARE * (self._ended - self._began) * 1e6 / self._byte_us
+                self.tiers.most_bytes = max(most_bytes, LEAST_COPIES * float(self._expert_bytes.max()))
             self._due = self.setup.mode != "resident"
             if not self._due:
                 self._torn = True
@@ -208,10 +237,15 @@ class Orchestrator:
         copies wait for it; so it finds what it began with. The last window's stamps are summed, too."""
         began = time.perf_counter()
         self._add_stamps()
+        begun = 0
         if self._due:
             self._due = False
-            self.tiers.between_windows()
-        self.beside_us += (time.perf_counter() - began) * 1e6
+            begun = self.tiers.between_windows()
+        took_us = (time.perf_counter() - began) * 1e6
+        self.beside_us += took_us
+        if begun:
+            byte_us = took_us / (begun * float(self._expert_bytes.mean()))
+            self._byte_us = byte_us if self._byte_us is None else self._byte_us + GAP_MEMORY * (byte_us - self._byte_us)
 
     # ---- facts
 
@@ -235,6 +269,7 @@ class Orchestrator:
         return {
             "mode": self.setup.mode,
             "pcie_share": self.hybrid.share,
+            "costs": None if self.costs is None else asdict(self.costs),
             "threads": self.pool.threads,
             **self.stats.record(),
             "tiers": self.tiers.stats() if self.tiers is not None else None,
@@ -277,6 +312,9 @@ class TieredBackend(GpuBackend):
             self._chunks.lower_with(self._counted)
         if len(o.slots.tail):
             self._chunks.borrow = o.loan.lend
+        o.choose_share(self.weights)
+        for program in programs.windows.values():
+            self._graph(program)  # where the share is another than the planned one, and only one of them is 0
         self.pool, self.threads = o.pool, o.pool.threads
 
     def window(
