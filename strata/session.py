@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int] | np.ndarray
 
+TEMPLATE_ARGUMENTS = {"messages", "tools", "thinking", "reasoning_effort", "add_generation_prompt"}
+
 
 class Session:
     """One conversation with its own memory. Made by `Model.session()`; closing it returns its memory to the model.
@@ -45,16 +47,18 @@ class Session:
     # ---- text
 
     def generate(
-        self, prompt: Prompt, *, progress: Callable[[int, int], None] | None = None, **options: Any
+        self, prompt: Prompt, *, on_progress: Callable[[int, int], None] | None = None, **options: Any
     ) -> Result:
-        """Continue a prompt (text or token ids) to the end; options as in `Model.generate`, progress as in `stream`."""
-        return self._start(prompt, options, "generate", (), TextStream, progress).run()
+        """Continue a prompt (text or token ids) to the end; options as in `Model.generate`, on_progress as in
+        `stream`."""
+        return self._start(prompt, options, "generate", (), TextStream, on_progress).run()
 
     def stream(
-        self, prompt: Prompt, *, progress: Callable[[int, int], None] | None = None, **options: Any
+        self, prompt: Prompt, *, on_progress: Callable[[int, int], None] | None = None, **options: Any
     ) -> TextStream:
-        """As generate, piece by piece. progress(tokens read, tokens to read) is called while the prompt is read."""
-        return self._start(prompt, options, "stream", (), TextStream, progress)
+        """As generate, piece by piece. on_progress(tokens read, tokens to read) is called while the prompt is read;
+        it may use other sessions."""
+        return self._start(prompt, options, "stream", (), TextStream, on_progress)
 
     def chat(
         self,
@@ -65,7 +69,7 @@ class Session:
         reasoning_effort: str | None = None,
         stream: bool = False,
         template_variables: Mapping[str, Any] | None = None,
-        progress: Callable[[int, int], None] | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
         **options: Any,
     ) -> ChatResult | ChatStream:
         """Answer a conversation in OpenAI form through the model's own chat template; options as in `Model.generate`.
@@ -76,18 +80,20 @@ class Session:
         named = isinstance(template_variables, Mapping) and all(isinstance(name, str) for name in template_variables)
         need(template_variables is None or named, "template_variables is no mapping", found=repr(template_variables),
              needed="names and values")  # fmt: skip
+        taken = sorted(TEMPLATE_ARGUMENTS & set(template_variables or ()))
+        need(not taken, "template_variables names arguments of chat", found=", ".join(taken), needed="other names")
         prompt = self._model.template.render(messages, tools, thinking, reasoning_effort, **(template_variables or {}))
         ids = self._model.tokenize(prompt)
         turn = self._model.turn_token
         starts = [] if turn is None else np.flatnonzero(ids == turn).tolist()
         make = lambda *a, **k: ChatStream(*a, thinking=opens_thinking(prompt), tools=tools, **k)  # noqa: E731
-        answer = self._start(ids, options, "chat", starts[-1:], make, progress)
+        answer = self._start(ids, options, "chat", starts[-1:], make, on_progress)
         return answer if stream else answer.run()
 
-    def _start(self, prompt, options, where, turn_starts, make, progress) -> Any:
+    def _start(self, prompt, options, where, turn_starts, make, on_progress) -> Any:
         model = self._model
         self._need_open()
-        need(progress is None or callable(progress), "progress is no function", found=repr(progress))
+        need(on_progress is None or callable(on_progress), "on_progress is no function", found=repr(on_progress))
         checked = generate_options(options, model.geometry.V, where)
         ids = token_ids(model.tokenize(prompt) if isinstance(prompt, str) else prompt, model.geometry.V)
         self._take(checked.wait)
@@ -98,7 +104,7 @@ class Session:
                 self._state, ids, checked.params, checked.max_tokens, text, lambda: text.stopped, turn_starts,
                 model.windows_only, self._state.speculator if checked.drafts else None, checked.draft_acceptance,
             )  # fmt: skip
-            stream = make(generation, text, model.turn, self._leave, progress)
+            stream = make(generation, text, model.turn, self._leave, on_progress)
         except BaseException:
             self._leave()
             raise

@@ -31,9 +31,9 @@ class TextStream:
         text: TextStop,
         turn: Callable[[], contextlib.AbstractContextManager],
         release: Callable[[], None],
-        progress: Callable[[int, int], None] | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
     ):
-        self._generation, self._text, self._turn, self._progress = generation, text, turn, progress
+        self._generation, self._text, self._turn, self._on_progress = generation, text, turn, on_progress
         self._release = weakref.finalize(self, release)
         self._queue: deque[Chunk] = deque()
         self._began = time.perf_counter()
@@ -77,7 +77,7 @@ class TextStream:
             self._finish()
             return
         if not generation.started:
-            generation.read_prompt(self._progress, self._turn)
+            generation.read_prompt(self._on_progress, self._turn)
         with self._turn():
             steps = generation.round()
         if not self._tokens:

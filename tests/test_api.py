@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import threading
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +39,7 @@ def model(path):
         ({"context": "4K"}, "context"),
         ({"sessions": 0}, "sessions"), ({"sessions": True}, "sessions"), ({"checkpoints": -1}, "checkpoints"),
         ({"pin": "yes"}, "pin"), ({"pin": None}, "pin"), ({"draft": ""}, "draft is empty"),
-        ({"progress": 3}, "progress"),
+        ({"on_progress": 3}, "on_progress"),
         ({"threads": 0}, "threads"), ({"threads": "2"}, "threads"), ({"threads": 5000}, "threads"),
         ({"kv": "f8"}, "kv"), ({"kv": None}, "kv"), ({"prefill": "fast"}, "prefill"), ({"draft": 3}, "draft"),
         ({"contxt": 5}, "Did you mean context"), ({"max_context": 5}, "Did you mean context"),
@@ -126,7 +127,7 @@ def test_either_shard_opens_the_bundled_model(tiny_path):
     ("call", "name", "meant"),
     [
         ("generate", "temprature", "temperature"), ("generate", "max_token", "max_tokens"),
-        ("generate", "topk", "top_k"), ("generate", "stops", "stop"), ("stream", "progres", "progress"),
+        ("generate", "topk", "top_k"), ("generate", "stops", "stop"), ("stream", "on_progres", "on_progress"),
         ("generate", "repeat_penality", "repeat_penalty"),
         ("generate", "ignore_eot", "ignore_eos"), ("generate", "frequency_penalti", "frequency_penalty"),
         ("chat", "thinkin", "thinking"), ("chat", "tool", "tools"), ("chat", "temprature", "temperature"),
@@ -170,7 +171,7 @@ BAD_VALUES = [
     {"top_p": 0}, {"top_p": 1.1}, {"min_p": -0.1}, {"min_p": 2}, {"repetition_penalty": 0}, {"presence_penalty": 200},
     {"penalty_last_n": -1}, {"penalty_last_n": 5000}, {"seed": -1}, {"seed": 1 << 64}, {"seed": 1.0}, {"logprobs": 1},
     {"top_logprobs": 21}, {"logprobs": False, "top_logprobs": 2}, {"logit_bias": [1]}, {"logit_bias": {300: 1.0}},
-    {"logit_bias": {-1: 1.0}}, {"logit_bias": {1: 1000.0}}, {"logit_bias": {"1": 1.0}}, {"progress": 3},
+    {"logit_bias": {-1: 1.0}}, {"logit_bias": {1: 1000.0}}, {"logit_bias": {"1": 1.0}}, {"on_progress": 3},
 ]  # fmt: skip
 
 
@@ -236,6 +237,16 @@ def test_result(model):
     assert pickle.loads(pickle.dumps(result)) == result
 
 
+def test_a_result_is_json_whatever_numbers_were_given(model):
+    options = {"max_tokens": np.int64(3), "temperature": np.float32(0.7), "top_k": np.int32(5), "seed": np.uint64(7),
+               "logit_bias": {np.int64(5): np.float32(1.5)}, "top_logprobs": np.int8(2)}  # fmt: skip
+    result = model.generate(np.arange(4, dtype=np.int64), **options)
+    plain = model.generate([0, 1, 2, 3], max_tokens=3, temperature=float(np.float32(0.7)), top_k=5, seed=7,
+                           logit_bias={5: 1.5}, top_logprobs=2)  # fmt: skip
+    assert json.loads(json.dumps(asdict(result)))["seed"] == 7
+    assert (result.tokens, result.logprobs) == (plain.tokens, plain.logprobs)
+
+
 def test_stream_records(model):
     chunks = list(model.stream(TOKENS[:50], max_tokens=5, ignore_eos=True))
     assert [c.token is None for c in chunks] == [False] * 5 + [True]
@@ -247,7 +258,7 @@ def test_stream_records(model):
 def test_progress(model):
     model._default.clear()
     seen = []
-    model.generate(TOKENS, max_tokens=1, progress=lambda done, total: seen.append((done, total)))
+    model.generate(TOKENS, max_tokens=1, on_progress=lambda done, total: seen.append((done, total)))
     assert seen[0] == (256, 289)
     assert seen[-1] == (289, 289)
     assert [d for d, _ in seen] == sorted(d for d, _ in seen)
@@ -367,3 +378,16 @@ def test_what_is_no_checkpoint(model, what):
 def test_template_variables_that_are_none(tiny_model, variables):
     with pytest.raises(BadArgument, match="template_variables"):
         tiny_model.chat([{"role": "user", "content": "hi"}], template_variables=variables, max_tokens=1)
+
+
+def test_template_variables_that_chat_gives_itself_are_refused(model):
+    with pytest.raises(BadArgument, match="arguments of chat") as caught:
+        model.chat([{"role": "user", "content": "hello"}], template_variables={"messages": 5})
+    assert caught.value.found == "messages"
+
+
+def test_ids_that_can_be_read_once_are_refused(model):
+    with pytest.raises(BadArgument, match="token ids"):
+        model.detokenize(t for t in [1, 2])
+    with pytest.raises(BadArgument, match="token ids"):
+        model.detokenize(5)

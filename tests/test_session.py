@@ -225,7 +225,7 @@ def test_sessions_in_two_threads(model, expected):
 def test_a_second_call_on_a_session_is_busy_at_once_or_waits(model, expected):
     pause = Paused()
     with model.session() as s:
-        first, outcome = started(s.generate, PROMPT, progress=pause, **GREEDY)
+        first, outcome = started(s.generate, PROMPT, on_progress=pause, **GREEDY)
         assert pause.reached.wait(30)
         for call in (
             lambda: s.generate(PROMPT, **GREEDY), lambda: s.stream(PROMPT), lambda: s.logits(PROMPT), s.checkpoint,
@@ -248,7 +248,7 @@ def test_the_models_own_session_is_busy_at_once(path):
     """Also while another thread is in the middle of a prompt, so holds the backend."""
     with strata.load(path, context=CONTEXT, threads=1) as model:
         pause = Paused()
-        thread, outcome = started(model.generate, PROMPT, progress=pause, **GREEDY)
+        thread, outcome = started(model.generate, PROMPT, on_progress=pause, **GREEDY)
         assert pause.reached.wait(30)
         with pytest.raises(Busy):
             model.generate(PROMPT)

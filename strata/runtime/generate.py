@@ -122,7 +122,7 @@ class Generation:
 
     def read_prompt(
         self,
-        progress: Callable[[int, int], None] | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
         turn: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
         """Reuse what the session holds and read the prompt up to its last token.
@@ -135,14 +135,14 @@ class Generation:
         total = len(self.prompt) - 1
 
         def tell(piece: Piece) -> None:
-            if progress is not None:
-                progress(piece.start + piece.n, total)
+            if on_progress is not None:
+                on_progress(piece.start + piece.n, total)
 
         self.session.read(
             self.prompt[:-1],
             turn_starts=self.turn_starts,
             windows_only=self.windows_only,
-            after=tell,
+            behind=tell,
             check=self._check,
             turn=turn,
         )

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from strata.base.errors import BadArgument, need
+from strata.base.numbers import real_number, whole_number
 from strata.base.window import CANDIDATES, SUMMARY_TOP, HeadRequest, HeadRows
 from strata.cpu.head_rows import log_sum_exp, modified_row, summarise
 from strata.runtime import chain
@@ -28,6 +29,9 @@ DEFAULT_LAST_N = 64
 MAX_LAST_N = 4096
 MAX_TEMPERATURE = 100.0
 MAX_BIAS = 100.0
+_NUMBERS = {"temperature": float, "top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float,
+            "presence_penalty": float, "frequency_penalty": float, "penalty_last_n": int, "seed": int,
+            "top_logprobs": int}  # fmt: skip
 _NAN = float("nan")
 _of_thread = threading.local()
 
@@ -35,9 +39,16 @@ _of_thread = threading.local()
 def _check(name: str, value: object, kind: type, low: float, high: float, needed: str | None = None) -> None:
     """Raise BadArgument unless `value` is a number of this kind (no bool) within [low, high]."""
     wanted = needed or f"{'an integer' if kind is int else 'a number'} from {low:g} to {high:g}"
-    kinds = (int, np.integer) if kind is int else (int, float, np.integer, np.floating)
-    good = isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high
-    need(good, f"{name} is out of range", found=repr(value), needed=wanted)
+    good = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+    need(good and low <= value <= high, f"{name} is out of range", found=repr(value), needed=wanted)
+
+
+def _own(value: object, kind: type) -> object:
+    """A number of any library as Python's int or float; what is none of this kind stays, to be refused by its name."""
+    if kind is float and isinstance(value, float | np.floating):  # infinite ones too
+        return float(value)
+    number = whole_number(value) if kind is int else real_number(value)
+    return value if number is None else number
 
 
 @dataclass(frozen=True)
@@ -56,6 +67,8 @@ class SamplingParams:
     seed                 0..2^64-1; None: `seeded()` takes one from the operating system
     logprobs             report the log-probability of the chosen token, from the unmodified logits
     top_logprobs         0..20: and of this many most likely tokens; needs logprobs
+
+    Numbers of other libraries become Python's own.
     """
 
     temperature: float | None = None
@@ -70,6 +83,13 @@ class SamplingParams:
     seed: int | None = None
     logprobs: bool = False
     top_logprobs: int = 0
+
+    def __post_init__(self) -> None:
+        for name, kind in _NUMBERS.items():
+            object.__setattr__(self, name, _own(getattr(self, name), kind))
+        if isinstance(self.logit_bias, Mapping):
+            bias = {_own(token, int): _own(value, float) for token, value in self.logit_bias.items()}
+            object.__setattr__(self, "logit_bias", bias)
 
     @cached_property
     def greedy(self) -> bool:
@@ -116,7 +136,7 @@ class SamplingParams:
              needed="token id -> bias")  # fmt: skip
         for token, bias in self.logit_bias.items():
             _check("a token of logit_bias", token, int, 0, vocab - 1, f"a token id from 0 to {vocab - 1}")
-            if bias != -math.inf:
+            if not (isinstance(bias, float) and bias == -math.inf):
                 needed = f"a number from {-MAX_BIAS:g} to {MAX_BIAS:g}, or -inf"
                 _check(f"logit_bias of token {token}", bias, float, -MAX_BIAS, MAX_BIAS, needed)
 

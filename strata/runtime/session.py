@@ -116,26 +116,28 @@ class SessionState:
         turn_starts: Sequence[int] = (),
         windows_only: bool = False,
         after: Callable[[Piece], None] | None = None,
+        behind: Callable[[Piece], None] | None = None,
         check: Callable[[], None] | None = None,
         turn: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
         """Read tokens[rows:] so that the state holds all of `tokens`; tokens[:rows] must be what it holds now.
 
         after  called after each piece, when its rows' streams are still in the backend (for logits)
+        behind called when a piece is kept and the backend is free again: it may use other sessions
         check  called before each piece; it may raise to cancel, and what was read until then stays
         turn   holds the backend for a piece; between two of them it is free for other sessions
         """
         rows, chunk_rows = self.state.rows, self.backend.chunk_rows
         marks = checkpoint_marks(rows, len(tokens), turn_starts, chunk_rows)
         cut = list(pieces(rows, len(tokens), marks, windows_only, chunk_rows))
-        for piece, behind in zip_longest(cut, cut[1:]):
+        for piece, following in zip_longest(cut, cut[1:]):
             if check is not None:
                 check()
             part = tokens[piece.start : piece.start + piece.n]
             with turn():
                 if piece.cell:
-                    goes_on = behind is not None and behind.cell
-                    self.prefill(part, tokens[behind.start : behind.start + behind.n] if goes_on else None)
+                    goes_on = following is not None and following.cell
+                    self.prefill(part, tokens[following.start : following.start + following.n] if goes_on else None)
                 else:
                     self.window(part)
                 if after is not None:
@@ -144,6 +146,8 @@ class SessionState:
                     self.commit(part, piece.n, eager=True)
                 if self.state.rows in marks:
                     self.ledger.take(self.tokens, self._drafter_slot())
+            if behind is not None:
+                behind(piece)
 
     # ---- reuse
 

@@ -86,6 +86,10 @@ class ReplaySlots:
         self.expert_of[layer][slot] = -1
         return slot
 
+    def move(self, layer: int, expert: int, slot: int) -> None:
+        self.expert_of[layer][self.expert_of[layer] == expert] = -1
+        self.expert_of[layer][slot] = expert
+
     def landed(self) -> list[tuple[int, int]]:
         landed, self._coming = self._coming, []
         return landed

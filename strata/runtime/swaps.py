@@ -204,6 +204,19 @@ def tail_slots(n_slots: Sequence[int], order: np.ndarray, n: int) -> np.ndarray:
     return np.stack([layers, slots], axis=1)[np.lexsort((layers, -slots, -heat[layers, slots]))[:n]]
 
 
+def moves_to_lend(heat: np.ndarray, lent: np.ndarray) -> list[tuple[int, int]]:
+    """Moves (slot to lend, slot to keep) after which the slots of a layer to lend are its coldest.
+
+    heat  (slots,) float32 usage of what a slot holds, below 0 for an empty slot
+    lent  (slots,) bool: those to lend
+
+    The content of the first goes to the second, whose own may be lost. Between equals nothing moves.
+    """
+    coldest = np.zeros(len(heat), bool)
+    coldest[np.lexsort((~lent, heat))[: np.count_nonzero(lent)]] = True
+    return list(zip(np.flatnonzero(lent & ~coldest).tolist(), np.flatnonzero(coldest & ~lent).tolist(), strict=True))
+
+
 def ranking(counts: np.ndarray, resident: np.ndarray | None = None, prior: ExpertProfile | None = None) -> np.ndarray:
     """(L * E, 2) uint16 of every pair: those resident now first, then by counted routing, then by the prior ranking,
     then by layer and index. counts (L, E)."""

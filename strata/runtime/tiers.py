@@ -23,6 +23,7 @@ from strata.runtime.swaps import (
     copy_budget_bytes,
     counted_profile,
     fill_order,
+    moves_to_lend,
     tail_slots,
 )
 
@@ -50,6 +51,10 @@ class Slots(Protocol):
 
     def evict(self, layer: int, expert: int) -> int:
         """The expert is a miss from the next publish on; its slot, which is returned, is free."""
+
+    def move(self, layer: int, expert: int, slot: int) -> None:
+        """Bring an expert that windows find to a free slot of its layer; its old one is free, and may be written by
+        whatever is queued from now on."""
 
     def landed(self) -> list[tuple[int, int]]:
         """(layer, expert) of copies that ended since the last call; does not wait."""
@@ -100,7 +105,8 @@ class ExpertTiers:
     slots         memory of the tier; what it holds already, with no copy under way, is taken over
     profile       ranking to fill by; None: experts move in as they are missed, until every slot is used
     link_gbps     rate of copies, hidden_ms time between adaptations that copies may hide in: together they cap the
-                  bytes of an adaptation; either None: no cap. Both may be set anew at any time, as they are measured.
+                  bytes of an adaptation; either None: no cap. Both may be set anew at any time, as they are measured,
+                  and so may `most_bytes`, a cap of its own
     n_experts     experts a layer, E
     expert_bytes  (L,) bytes of one expert by layer
     exchange      where RAM holds only what no slot holds: swaps go through it, one after another, and wait
@@ -129,7 +135,7 @@ class ExpertTiers:
         self.slots, self.profile, self.rules, self._exchange = slots, profile, rules or SwapRules(), exchange
         if exchange is not None:
             self.rules = replace(self.rules, most=min(self.rules.most, MOST_EXCHANGES))
-        self.link_gbps, self.hidden_ms = link_gbps, hidden_ms
+        self.link_gbps, self.hidden_ms, self.most_bytes = link_gbps, hidden_ms, float("inf")
         self.n_slots = tuple(len(row) for row in slots.expert_of)
         need(all(s <= E for s in self.n_slots), "a layer has more slots than experts", found=max(self.n_slots),
              needed=f"<= {E}")  # fmt: skip
@@ -251,7 +257,8 @@ class ExpertTiers:
     def _adapt(self, rules: SwapRules) -> int:
         """Plan swaps and begin them; returns how many."""
         empty = [len(free) for free in self._free]
-        budget = copy_budget_bytes(rules, self.link_gbps, self.hidden_ms) / (1 if self._exchange is None else 2)
+        budget = min(copy_budget_bytes(rules, self.link_gbps, self.hidden_ms), self.most_bytes)
+        budget /= 1 if self._exchange is None else 2
         swaps = self._chooser.choose(self.usage.score(), self._resident, empty, self._bytes, rules, budget)
         moves = list(zip(swaps.layers.tolist(), swaps.incoming.tolist(), swaps.victims.tolist(), strict=True))
         if self._exchange is not None:
@@ -264,6 +271,9 @@ class ExpertTiers:
             self.slots.publish()
         for layer, incoming, _ in moves:
             self._place(layer, incoming, self._free[layer].pop())
+        if moves:
+            # Now, and not in front of the next window: all copies leave, and cross the link while this one runs.
+            self.slots.publish()
         return len(moves)
 
     def _swap_in_ram(self, moves: list[tuple[int, int, int]]) -> int:
@@ -311,27 +321,41 @@ class ExpertTiers:
     # ---- lending
 
     def lend(self, which: int | np.ndarray) -> np.ndarray:
-        """Empty slots for another use until `give_back`: that many of the coldest, or those of (n, 2) int64 rows
-        (layer, slot). Returns such rows.
+        """Empty slots for another use until `give_back`: those of (n, 2) int64 rows (layer, slot), or that many, which
+        the profile filled last. Returns such rows.
 
-        Waits for copies under way. Their experts are misses while they are lent, and nothing is swapped. BadArgument
-        where RAM holds only what no slot holds: there an expert would be lost.
+        What becomes a miss are the experts of each layer that are used least now: where a slot to lend holds another,
+        it changes places. Waits for copies under way; nothing is swapped meanwhile. BadArgument where RAM holds only
+        what no slot holds: there an expert would be lost.
         """
         need(self._exchange is None, "slots cannot be lent", found="RAM without a copy of what they hold",
              needed="all experts in RAM")  # fmt: skip
         need(self._lent is None, "slots are lent already", found=self.lent)
         chosen = which if isinstance(which, np.ndarray) else tail_slots(self.n_slots, self._order, which)
         self.settle()
-        holds = {(int(layer), int(self._slot_of[layer, e])): int(e) for layer, e in np.argwhere(self._slot_of >= 0)}
         self._lent = []
-        for layer, slot in chosen.tolist():
-            expert = holds.get((layer, slot), -1)
-            if expert >= 0:
-                self._evict(layer, expert)
-            self._free[layer].remove(slot)
-            self._lent.append((layer, expert, slot))
+        heat = self.usage.score()
+        for layer in np.unique(chosen[:, 0]).tolist():
+            self._lend(layer, chosen[chosen[:, 0] == layer, 1], heat[layer])
         self.slots.publish()
         return chosen
+
+    def _lend(self, layer: int, slots: np.ndarray, heat: np.ndarray) -> None:
+        """Empty these slots of a layer; heat (E,) says which of its experts stay."""
+        held, lent = np.full(self.n_slots[layer], -1), np.zeros(self.n_slots[layer], bool)
+        experts = np.flatnonzero(self._slot_of[layer] >= 0)
+        held[self._slot_of[layer, experts]], lent[slots] = experts, True
+        to = dict(moves_to_lend(np.where(held >= 0, heat[held], np.float32(-1)), lent))
+        for slot in slots.tolist():
+            stays = to.get(slot, slot)
+            goes = int(held[stays])
+            if goes >= 0:
+                self._evict(layer, goes)
+            if stays != slot:
+                self.slots.move(layer, int(held[slot]), stays)
+                self._slot_of[layer, held[slot]] = stays
+            self._free[layer].remove(stays)
+            self._lent.append((layer, goes, slot))
 
     def give_back(self) -> int:
         """End the loan: the experts that were there are copied back, and are hits once they have landed (`settle` waits
@@ -344,6 +368,7 @@ class ExpertTiers:
                 self._free[layer].append(slot)
             del self._lent[0]
         self._lent = None
+        self.slots.publish()  # what an interrupt of `lend` left
         return len(self._in_flight)
 
     # ---- profile
