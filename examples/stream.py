@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
 
     with strata.load(options.model, context=4096) as model:
-        asked = {"max_tokens": options.max_tokens, "stop": options.stop, "progress": show_progress}
+        asked = {"max_tokens": options.max_tokens, "stop": options.stop, "on_progress": show_progress}
         with model.stream(options.prompt, **asked) as stream:
             try:
                 for i, chunk in enumerate(stream):

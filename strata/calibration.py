@@ -25,9 +25,9 @@ from strata.planner.facts import ModelFacts
 from strata.planner.machine import Gpu, Machine
 from strata.planner.memory import choose_device, facts_of
 from strata.planner.options import PlanOptions
-from strata.runtime.remembered import Settings
+from strata.planner.remembered import Settings
+from strata.planner.split import Split, SplitCosts, choose_split, cpu_line
 from strata.runtime.session import SessionState
-from strata.runtime.split import Split, SplitCosts, choose_split, cpu_line
 
 LEAST_GAIN = 0.03
 """A setting that is faster by less is not kept."""
@@ -238,7 +238,7 @@ def calibrate(
     """Measure a model file on this machine and try what that suggests. `say` gets a line before each step.
 
     Without a GPU, numbers of CPU threads are tried. With one that shares its experts with the CPU, the share of the
-    link. turns: of each comparison, 3 or more. Nothing is kept on disk; see `strata.runtime.remembered`. Raises what
+    link. turns: of each comparison, 3 or more. Nothing is kept on disk; see `strata.planner.remembered`. Raises what
     `strata.load` raises.
     """
     need(turns >= LEAST_TURNS and windows >= 1, "turns or windows are out of range", found=f"{turns} and {windows}",

@@ -112,7 +112,7 @@ def measure(
     device: str = "cuda",
     seed: int = 1,
     busy: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
     so_far: Callable[[CappedSpeed], None] | None = None,
 ) -> CappedSpeed:
     """Decode `tokens` replayed tokens with slots for a fraction of each layer's experts.
@@ -122,7 +122,7 @@ def measure(
     so_far  gets what is measured, whenever there is more of it
     """
     need(0 < fraction < 1, "fraction of the experts", found=fraction, needed="above 0, below 1")
-    need(tokens >= 2 and learnt >= 1, "tokens to replay", found=(tokens, learnt))
+    need(tokens >= 2 and learnt >= 1, "tokens to replay are too few", found=(tokens, learnt), needed=">= 2 and >= 1")
     options = {"context": context, "threads": threads, "prefill": "windows", "checkpoints": 0, "experts": "pinned",
                "device": device, "pcie_share": share}  # fmt: skip
     steps, step = 7 + (len(INTERVALS) + 1) * busy, iter(range(1, 100))
@@ -137,8 +137,8 @@ def measure(
         def add(**more: Any) -> None:
             nonlocal found
             found = replace(found, **more)
-            if progress is not None:
-                progress(next(step), steps)
+            if on_progress is not None:
+                on_progress(next(step), steps)
             if so_far is not None:
                 so_far(found)
 
@@ -159,7 +159,7 @@ def measure(
                 with _computing(interval_s):
                     run = decoder.run(table, alone.tokens, limit_s=BUSY_S)
                 add(busy=(*found.busy, BusyRun(interval_s, run.tokens, run.tokens_per_s)))
-        idle_cpu, idle_gpu = _idle()
+        idle_cpu, idle_gpu = _idle(int(model.plan.device.partition(":")[2] or 0))
         for name, ids in routings.items():
             policies = simulate(cut_windows(ids[learnt:]), learnt_counts[name], o.slots.counts, SIMULATED)
             add(simulated=(*found.simulated, Simulated(name, tuple(policies))))
@@ -243,10 +243,10 @@ def _computing(interval_s: float) -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-def _idle() -> tuple[float, int | None]:
-    """Per cent of a CPU, and of the GPU, that this process takes from a second after its last window on."""
+def _idle(gpu: int) -> tuple[float, int | None]:
+    """Per cent of a CPU, and of GPU number `gpu`, that this process takes from a second after its last window on."""
     time.sleep(IDLE_S)
     began, spent = time.perf_counter(), time.process_time()
     time.sleep(WATCHED_S)
     cpu = 100 * (time.process_time() - spent) / (time.perf_counter() - began)
-    return cpu, busy_percent()
+    return cpu, busy_percent(gpu)

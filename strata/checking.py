@@ -119,8 +119,8 @@ class Comparison:
         self.windows: list[int] = []
         self._place = (0, 0)
 
-    def run(self, tokens: np.ndarray, progress: Callable[[int, int], None] | None = None) -> Report:
-        """Read int32 tokens (n,) on new sessions of both, up to the first difference. progress(done, n) in tokens.
+    def run(self, tokens: np.ndarray, on_progress: Callable[[int, int], None] | None = None) -> Report:
+        """Read int32 tokens (n,) on new sessions of both, up to the first difference. on_progress(done, n) in tokens.
 
         What the CPU refuses (NotFinite) is raised; what the device alone refuses is a difference.
         """
@@ -129,8 +129,8 @@ class Comparison:
         try:
             for rows in window_sizes(len(tokens)):
                 self._window(*states, tokens, rows)
-                if progress is not None:
-                    progress(states[0].rows, len(tokens))
+                if on_progress is not None:
+                    on_progress(states[0].rows, len(tokens))
         except _Differs as found:
             difference = found.difference
         return Report(self.gpu.device.name, tuple(self.windows), self.ops, self.values, difference,
@@ -216,18 +216,18 @@ def check(
     threads: int | None = None,
     index: int = 0,
     device: Device | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
     loading: Callable[[LoadProgress], None] | None = None,
 ) -> Report:
     """Compare a GPU with the CPU on the windows of a prompt, a text or tokens.
 
-    context   cells of the sessions; None: what the prompt takes
-    kv        "f16" or "int8"
-    threads   CPU threads of the CPU backend; None: one per physical core
-    index     number of the CUDA device
-    device    where to run instead. It is closed at the end
-    progress  called with (tokens checked, tokens) behind every window
-    loading   called with `strata.LoadProgress` records while kernels are compiled and weights uploaded
+    context      cells of the sessions; None: what the prompt takes
+    kv           "f16" or "int8"
+    threads      CPU threads of the CPU backend; None: one per physical core
+    index        number of the CUDA device
+    device       where to run instead. It is closed at the end
+    on_progress  called with (tokens checked, tokens) behind every window
+    loading      called with `strata.LoadProgress` records while kernels are compiled and weights uploaded
 
     Returns a Report whose `difference` is None if every value had the same bits. Raises StrataError without a GPU,
     DoesNotFit where weights and state do not fit into its memory, and what loading raises.
@@ -253,7 +253,7 @@ def check(
                 cpu = CpuBackend(*parts, threads=threads)
             ready = time.perf_counter()
             try:
-                return replace(Comparison(cpu, gpu).run(tokens, progress), load_seconds=ready - began)
+                return replace(Comparison(cpu, gpu).run(tokens, on_progress), load_seconds=ready - began)
             finally:
                 cpu.close()
     finally:

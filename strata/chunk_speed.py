@@ -10,7 +10,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from strata.gpu.prefill import Chunks
 from strata.gpu.prefill_ops import CHUNK_LOWERING
 from strata.gpu.slots import ExpertSlots
 from strata.gpu.speed import copy_blocks
+from strata.gpu.state import DeviceState
 from strata.pack.experts import expert_layout
 from strata.pack.gguf_file import GgufFile
 from strata.pack.tensors import Tensors
@@ -41,11 +42,14 @@ NOT_FIRST = (1, 2)
 RATE_BLOCKS, RATE_ROUNDS = 1056, 2000
 """Of the tensor cores' measurement; eight blocks for each of 132 processors."""
 LINK_COPIES = 12
+MOST_PINNED = 16 << 20
+"""Bytes of the link's measurement where experts are not pinned."""
 
 
 @dataclass(frozen=True)
 class ChunkSpeed:
-    """Chunks of `rows` rows with experts at `where`; times in milliseconds, medians of repeats.
+    """Chunks of `rows` rows with experts at `where`, or all chunks of a prompt with so many and experts as they were
+    loaded; times in milliseconds, medians of repeats.
 
     ms        of a chunk by the clock, the next chunk's n-gram rows aside; from least_ms to most_ms
     host_ms   of it, until the host had queued everything
@@ -74,10 +78,15 @@ class ChunkSpeed:
         """Of the time, what the larger floor takes."""
         return max(self.link_floor_ms, self.tensor_floor_ms) / self.ms
 
+    def share(self, ms: float) -> float:
+        """Percent of the time."""
+        return 100 * ms / self.ms
+
 
 @dataclass(frozen=True)
 class PrefillSpeed:
-    """link_gbps: copies of pinned memory. tensor_tops: int8 operations of tensor cores, 10^12 a second."""
+    """link_gbps: copies of pinned memory, 0 if none was measured. tensor_tops: int8 operations of tensor cores, 10^12 a
+    second."""
 
     device: str
     layers: int
@@ -99,7 +108,7 @@ def open_chunks(
     """A model's GPU backend that reads chunks of up to most_rows rows, its experts pinned in the host's memory and, for
     "resident", in the device's too; it is closed at the end. layers: the first ones alone."""
     device = device or required_device("a measurement of a GPU's speed")
-    with GgufFile(path) as gguf:
+    with GgufFile(path) as gguf, contextlib.closing(device):  # also if there is no backend to close it
         arch = architecture_of(gguf)
         g = arch.read_geometry(gguf)
         arch.check_contract(gguf, g)
@@ -122,12 +131,13 @@ def open_chunks(
 
 
 def link_rate(backend: GpuBackend, stream: ExpertStream) -> float:
-    """GB/s of copies of pinned experts into the ring, as large as a place or a tensor."""
+    """GB/s of copies of pinned memory into the ring, as large as a place or a tensor; of experts if they lie there."""
     device, store, p = backend.device, backend.store, backend.slots.experts.layers[0].projections[0]
     source, n_bytes = int(store.addresses[0, 0, 0]), min(stream.stage_bytes, backend.slots.experts.E * p.n_bytes)
     if not device.is_registered(source, n_bytes):
-        n_bytes = p.n_bytes
-    need(device.is_registered(source, n_bytes), "a link to measure", needed="experts in pinned memory")
+        n_bytes = min(n_bytes, MOST_PINNED)
+        pinned = device.host(n_bytes)
+        source = pinned.ctypes.data
     device.synchronize()
     for _ in range(2):  # once to warm up
         begin = device.record(COPY, timed=True)
@@ -138,9 +148,10 @@ def link_rate(backend: GpuBackend, stream: ExpertStream) -> float:
     return LINK_COPIES * n_bytes / device.elapsed_ms(begin, end) / 1e6
 
 
-def measured_tops(device: Device, blocks: int = RATE_BLOCKS, rounds: int = RATE_ROUNDS) -> float:
-    """10^12 int8 operations a second of tensor cores."""
-    launches = tensor_rate(blocks, rounds, device.alloc(4 * blocks))
+def measured_tops(device: Device, blocks: int = RATE_BLOCKS, rounds: int = RATE_ROUNDS, at: int = 0) -> float:
+    """10^12 int8 operations a second of tensor cores. at: 4 * blocks bytes of the device that may be written; 0: new
+    ones."""
+    launches = tensor_rate(blocks, rounds, at or device.alloc(4 * blocks))
     device.run(launches)
     begin = device.record(timed=True)
     device.run(launches)
@@ -208,19 +219,26 @@ class _Run:
     gpu_ms: float
     wait_ms: float
     copy_ms: float
+    copy_bytes: int
+
+    @classmethod
+    def sum(cls, runs: Sequence[_Run]) -> _Run:
+        return cls(*(sum(getattr(r, f.name) for r in runs) for f in fields(cls)))
 
 
-def _run(backend: GpuBackend, chunks: Chunks, state: Any, tokens: np.ndarray, position: int) -> _Run:
-    """A chunk whose n-gram rows are known, as between the chunks of a long prompt."""
+def _run(
+    backend: GpuBackend, chunks: Chunks, tokens: np.ndarray, position: int, previous: tuple[int, int] = NOT_FIRST
+) -> _Run:
+    """A chunk of the bound state whose n-gram rows are known, as between the chunks of a long prompt."""
     device, watch = backend.device, _Watch(backend.device)
     if chunks.ngram_rows is not None:
-        chunks.ngram_rows.ahead(tokens, NOT_FIRST)
+        chunks.ngram_rows.ahead(tokens, previous)
     if chunks.stream is not None:
         chunks.stream.watch = watch
     try:
         device.synchronize()
         began, begin = time.perf_counter(), device.record(timed=True)
-        lowering = chunks.queue(tokens, NOT_FIRST, position)
+        lowering = chunks.queue(tokens, previous, position)
         queued, end = time.perf_counter(), device.record(timed=True)
         device.synchronize()
         ms = 1e3 * (time.perf_counter() - began)
@@ -232,7 +250,8 @@ def _run(backend: GpuBackend, chunks: Chunks, state: Any, tokens: np.ndarray, po
     backend._check(lowering, backend._error_word, position)
     wait_ms = watch.total_ms("waits", "arrived")
     gpu_ms = device.elapsed_ms(begin, end) - wait_ms
-    return _Run(ms, 1e3 * (queued - began), gpu_ms, wait_ms, watch.total_ms("copies", "copied"))
+    n_bytes = chunks.stream.coming_bytes if chunks.stream is not None else 0
+    return _Run(ms, 1e3 * (queued - began), gpu_ms, wait_ms, watch.total_ms("copies", "copied"), n_bytes)
 
 
 def measure_chunks(
@@ -244,13 +263,13 @@ def measure_chunks(
     position: int = 0,
     repeats: int = 5,
     rate_rounds: int = RATE_ROUNDS,
-    progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> PrefillSpeed:
     """Measure chunks of these rows, of a session that has read `position` tokens.
 
-    ids       (most rows, L, K) int32, the experts of a chunk's tokens
-    places    of PLACES; "resident" first: its experts leave the slots for "ram"
-    progress  called with kinds of chunks measured and in all
+    ids          (most rows, L, K) int32, the experts of a chunk's tokens
+    places       of PLACES; "resident" first: its experts leave the slots for "ram"
+    on_progress  called with kinds of chunks measured and in all
     BadArgument for rows or places that the backend does not have.
     """
     chunks, g, device = backend._chunks, backend.geometry, backend.device
@@ -273,22 +292,52 @@ def measure_chunks(
              needed="all of them")  # fmt: skip
         with _replayed(backend, chunks, ids, stream if where == "ram" else None):
             for T in rows:
-                runs = [_run(backend, chunks, state, tokens[:T], position) for _ in range(1 + repeats)][1:]
-                n_bytes = stream.coming_bytes if where == "ram" else 0
-                found.append(_speed(runs, T, where, n_bytes, operations(backend, T), link_gbps, tensor_tops))
-                if progress is not None:
-                    progress(len(found), len(places) * len(rows))
+                runs = [_run(backend, chunks, tokens[:T], position) for _ in range(1 + repeats)][1:]
+                found.append(_speed(runs, T, where, operations(backend, T), link_gbps, tensor_tops))
+                if on_progress is not None:
+                    on_progress(len(found), len(places) * len(rows))
     return PrefillSpeed(device.name, g.L, position, link_gbps, tensor_tops, tuple(found))
 
 
-def _speed(
-    runs: list[_Run], T: int, where: str, n_bytes: int, ops: float, link_gbps: float, tensor_tops: float
+def prompt_rates(backend: GpuBackend) -> tuple[float, float]:
+    """(GB/s of the link, or 0 where no experts cross it; 10^12 int8 operations a second of tensor cores) of a loaded
+    backend that reads chunks, measured in their memory."""
+    chunks = backend._chunks
+    if chunks.borrow is not None:
+        chunks.borrow()
+    link_gbps = link_rate(backend, chunks.stream) if chunks.stream is not None else 0.0
+    return link_gbps, measured_tops(backend.device, RATE_BLOCKS, RATE_ROUNDS, chunks.arena.base)
+
+
+def measure_prompt(
+    backend: GpuBackend, state: DeviceState, tokens: np.ndarray, repeats: int, rates: tuple[float, float]
 ) -> ChunkSpeed:
+    """Where the time of a prompt's whole cells goes, read as chunks into a state that is empty before and after.
+
+    rates  of `prompt_rates`      BadArgument for tokens that fill no cell
+    """
+    cells, most = len(tokens) // CELL_ROWS * CELL_ROWS, backend._chunks.most_rows
+    need(cells > 0 and repeats >= 1, "tokens of a prompt", found=len(tokens), needed=f">= {CELL_ROWS}")
+    tokens, runs = np.asarray(tokens[:cells], np.int32), []
+    for _ in range(repeats):
+        state.clear()
+        backend._bind(state)
+        parts = []
+        for first in range(0, cells, most):
+            previous = (int(tokens[first - 1]), int(tokens[first - 2])) if first else (-1, -1)
+            parts.append(_run(backend, backend._chunks, tokens[first : first + most], first, previous))
+        runs.append(_Run.sum(parts))
+    state.clear()
+    return _speed(runs, cells, "loaded", operations(backend, cells), *rates)
+
+
+def _speed(runs: list[_Run], T: int, where: str, ops: float, link_gbps: float, tensor_tops: float) -> ChunkSpeed:
     names = ("ms", "host_ms", "gpu_ms", "wait_ms", "copy_ms")
     ms, host_ms, gpu_ms, wait_ms, copy_ms = (statistics.median(getattr(r, name) for r in runs) for name in names)
+    n_bytes = runs[-1].copy_bytes
     return ChunkSpeed(
         rows=T, where=where, ms=ms, least_ms=min(r.ms for r in runs), most_ms=max(r.ms for r in runs),
         tokens_per_s=1e3 * T / ms, host_ms=host_ms, gpu_ms=gpu_ms, wait_ms=wait_ms, copy_ms=copy_ms,
-        copy_bytes=n_bytes, operations=ops, link_floor_ms=n_bytes / link_gbps / 1e6,
+        copy_bytes=n_bytes, operations=ops, link_floor_ms=n_bytes / link_gbps / 1e6 if n_bytes else 0.0,
         tensor_floor_ms=ops / tensor_tops / 1e9,
     )  # fmt: skip

@@ -6,9 +6,10 @@ alone, and windows whose experts all come over the link. What a window then shou
 
     serial + sum over layers of max(hits, link, CPU, RAM) + joins
 
-where RAM is what reading the experts of link and CPU takes at the rate of memory, which both share. What a window takes
-beyond that is lost to running them side by side, and to the fixed part of a request, which the parts alone spread over
-more experts.
+where RAM is what reading the experts of link and CPU takes at the rate of memory, which both share: the most that
+threads and link read, alone or at once. What a window takes beyond that is lost to running them side by side, and to
+the fixed part of a request, which the parts alone spread over more experts. The same without RAM is told too: where it
+takes more from memory than there is, no window comes near it.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ import numpy as np
 from strata.base.errors import StrataError, need
 from strata.base.geometry import WINDOW_ROWS
 from strata.gpu_speed import TOKENS, replayed
+from strata.memory_speed import MemoryRates, memory_rates
 from strata.model import Model, load
-from strata.planner.probes import ram_read_gbps
 from strata.replay import uniform_ids
 from strata.runtime.expert_stats import ExpertStats
 from strata.runtime.orchestrator import Orchestrator, TieredBackend
@@ -34,8 +35,8 @@ from strata.runtime.orchestrator import Orchestrator, TieredBackend
 SHARES = (0.0, 0.25, 0.5, 0.75)
 REPLAYED_TOKENS = 1024
 WARM_UP = 4
-RAM_BYTES = 2 << 30
-"""Read to measure memory: far more than caches hold."""
+MEMORY: dict[str, Any] = {}
+"""How memory is measured, where not as usual."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Run:
     serial_us   outside of the layers' parts that are shared: from the launch to the end, without them
     shared_us   from the decisions to the combines; hits_us, link_us, cpu_us: branches, sums over layers; join_us: what
                 follows the branch that ended last
+    bound_us, parts_us  what the window should take, with what memory allows and without
     """
 
     name: str
@@ -66,6 +68,12 @@ class Run:
     cpu_gbps: float
     waited_for: dict[str, int]
     bound_us: float = 0.0
+    parts_us: float = 0.0
+
+    @property
+    def of_parts(self) -> float:
+        """The bound without RAM as a share of the window; 0 if there is none."""
+        return self.parts_us / self.window_us
 
     @property
     def beyond_bound(self) -> float:
@@ -75,13 +83,14 @@ class Run:
 
 @dataclass(frozen=True)
 class ExpertsSpeed:
-    """runs: parts alone first. threads: of the CPU. layers; expert_bytes: mean. ram_gbps: what these threads read."""
+    """runs: parts alone first. threads: of the CPU. layers; expert_bytes: mean. memory: what these threads and the link
+    read."""
 
     device: str
     threads: int
     layers: int
     expert_bytes: float
-    ram_gbps: float
+    memory: MemoryRates
     load_s: tuple[float, ...]
     runs: tuple[Run, ...]
 
@@ -89,7 +98,7 @@ class ExpertsSpeed:
         """As plain data."""
         found = asdict(self)
         for written, run in zip(found["runs"], self.runs, strict=True):
-            written["beyond_bound"] = run.beyond_bound
+            written |= {"beyond_bound": run.beyond_bound, "of_parts": run.of_parts}
         return found
 
 
@@ -104,13 +113,13 @@ def measure(
     experts: str = "pinned",
     device: str = "cuda",
     seed: int = 1,
-    progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> ExpertsSpeed:
     """Measure a model with no experts in VRAM, and with half of each layer's.
 
-    shares     of the link, tried with either
-    experts    where RAM holds them: "pinned", or "mapped", which locks the file's pages
-    progress   called with settings measured and settings in all
+    shares       of the link, tried with either
+    experts      where RAM holds them: "pinned", or "mapped", which locks the file's pages
+    on_progress  called with settings measured and settings in all
     """
     need(1 <= rows <= WINDOW_ROWS, "rows of a window", found=rows, needed=f"1 .. {WINDOW_ROWS}")
     need(windows >= 2 and all(0 <= s <= 1 for s in shares), "windows or shares", found=(windows, tuple(shares)))
@@ -122,16 +131,16 @@ def measure(
     def step() -> None:
         nonlocal done
         done += 1
-        if progress is not None:
-            progress(done, total)
+        if on_progress is not None:
+            on_progress(done, total)
 
     alone = _Alone()
     with load(path, slots=0, **options) as model:
         load_s.append(model.load_seconds)
         g, o = model.geometry, orchestrator_of(model)
-        each, ram_gbps = o.layout.total_bytes / (g.L * g.E), ram_read_gbps(o.pool.threads, RAM_BYTES)
-        facts = (o.device.name, o.pool.threads, g.L, each, ram_gbps)
-        alone.ram = each / ram_gbps / 1e3
+        each, memory = o.layout.total_bytes / (g.L * g.E), memory_rates(o.device, o.pool.threads, **MEMORY)
+        facts = (o.device.name, o.pool.threads, g.L, each, memory)
+        alone.ram = each / memory.most_gbps / 1e3
         table = uniform_ids(REPLAYED_TOKENS, g.L, g.E, g.K, seed)
         for share in (*shares, 1.0):
             runs.append(_run(model, table, "no slots", 0, share, rows, windows))
@@ -213,6 +222,6 @@ class _Alone:
 
 def _with_bound(r: Run, alone: _Alone) -> Run:
     """Every layer counts as the mean one: uniform routing makes them alike."""
-    branches = (r.hit_entries * alone.hits, r.link_experts * alone.link, r.cpu_experts * alone.cpu,
-                (r.link_experts + r.cpu_experts) * alone.ram)  # fmt: skip
-    return Run(**asdict(r) | {"bound_us": alone.serial + max(branches) + alone.join})
+    longest = max(r.hit_entries * alone.hits, r.link_experts * alone.link, r.cpu_experts * alone.cpu)
+    ram, rest = (r.link_experts + r.cpu_experts) * alone.ram, alone.serial + alone.join
+    return Run(**asdict(r) | {"bound_us": rest + max(longest, ram), "parts_us": rest + longest})

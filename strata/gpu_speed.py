@@ -110,7 +110,7 @@ class GpuSpeed:
 def open_backend(path: str | Path, context: int, kv: str, device: Device | None = None) -> Iterator[GpuBackend]:
     """A model's GPU backend with all its experts on the device (None: the first one); it is closed at the end."""
     device = device or required_device("a measurement of a GPU's speed")
-    with GgufFile(path) as gguf:
+    with GgufFile(path) as gguf, contextlib.closing(device):  # also if there is no backend to close it
         arch = architecture_of(gguf)
         g = arch.read_geometry(gguf)
         arch.check_contract(gguf, g)
@@ -262,13 +262,13 @@ def measure(
     card_gbps: float,
     rows: Sequence[int] = ROWS,
     effort: Effort | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> GpuSpeed:
     """Measure windows of these rows, and their ops, of a session that has read `position` tokens.
 
-    table      (n, L, K) int32, the experts of n tokens
-    card_gbps  memory bandwidth of the card that `card_us` is for
-    progress   called with windows measured and windows in all
+    table        (n, L, K) int32, the experts of n tokens
+    card_gbps    memory bandwidth of the card that `card_us` is for
+    on_progress  called with windows measured and windows in all
     """
     effort = effort or DEFAULT_EFFORT
     need(all(1 <= T <= WINDOW_ROWS for T in rows), "rows of a window", found=tuple(rows), needed=f"1 .. {WINDOW_ROWS}")
@@ -300,8 +300,8 @@ def measure(
                     ops=_ops(backend, program, table, position, copy_gbps, effort),
                 )
             )  # fmt: skip
-            if progress is not None:
-                progress(done + 1, len(rows))
+            if on_progress is not None:
+                on_progress(done + 1, len(rows))
     weight_bytes = backend.weights.n_bytes
     return GpuSpeed(device.name, backend.geometry.L, position, copy_gbps, node_us, weight_bytes, tuple(found))
 

@@ -203,7 +203,7 @@ class KernelBench:
         return self._area
 
     def measure(
-        self, format: BlockFormat, rows: list[int], repeats: int, progress: Callable[[], None] = lambda: None
+        self, format: BlockFormat, rows: list[int], repeats: int, on_progress: Callable[[], None] = lambda: None
     ) -> list[Rates]:
         """Check the format's kernels against the arithmetic (SelfTestFailed), then time them; repeats alternate between
         row counts and reading, so that all see the same minute."""
@@ -235,5 +235,5 @@ class KernelBench:
                 r.cold.append(cold_job.n_bytes / cold_s / 1e9)
                 r.hot.append(hot_job.n_bytes / hot_s / 1e9)
                 r.all_threads.append(cold_job.n_bytes / all_s / 1e9)
-            progress()
+            on_progress()
         return list(found.values())

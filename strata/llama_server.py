@@ -32,6 +32,16 @@ class LlamaServer:
     def __init__(self, path: str | Path, context: int, threads: int):
         package = xllamacpp()
         self._folder = tempfile.mkdtemp(prefix="strata-llama-")
+        try:
+            self._server = package.Server(self._parameters(package, path, context, threads))
+        except BaseException as error:
+            self.close()
+            if isinstance(error, RuntimeError):
+                raise StrataError(f"llama.cpp does not load '{path}'", found=str(error),
+                                  needed="a model that it knows") from error  # fmt: skip
+            raise
+
+    def _parameters(self, package: Any, path: str | Path, context: int, threads: int) -> Any:
         params = package.CommonParams()
         params.model.path = str(path)
         params.n_ctx = context
@@ -44,11 +54,7 @@ class LlamaServer:
         params.cache_ram_mib = 0
         params.verbosity = 0
         params.hostnames = [str(self.socket)]
-        try:
-            self._server = package.Server(params)
-        except RuntimeError as error:
-            self.close()
-            raise StrataError(f"llama.cpp does not load '{path}'", found=str(error)) from error
+        return params
 
     @property
     def socket(self) -> Path:
@@ -59,7 +65,8 @@ class LlamaServer:
         """The reply to a request of its completion interface."""
         reply = self._server.handle_completions(request)
         if "error" in reply:
-            raise StrataError("llama.cpp refused", found=reply["error"].get("message"))
+            raise StrataError("llama.cpp refused a request", found=reply["error"].get("message"),
+                              needed="what its completion interface takes")  # fmt: skip
         return reply
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ Both wrappers stand where the real object stands in the loop; nothing is patched
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +17,12 @@ from strata.base.errors import StrataError
 from strata.base.geometry import CELL_ROWS
 from strata.base.state import State
 from strata.base.window import HeadRequest, HeadRows
+from strata.chunk_speed import PrefillSpeed, measure_prompt, prompt_rates
 from strata.cpu.lower import parallel
 from strata.cpu.machine_code import clock_ns, pause
 from strata.cpu.pool import Pool
 from strata.cpu.walker import WalkList
+from strata.gpu.backend import GpuBackend
 from strata.planner.machine import Machine
 from strata.runtime.expert_stats import ExpertStats
 from strata.runtime.generate import Generation
@@ -269,6 +271,18 @@ class Speed:
         gpu = next(g for g in Machine.here(measure=False).gpus if g.index == int(index))
         chunks = -(-n_tokens // self.inner.chunk_rows)
         return round(chunks * self.inner.weights.n_bytes / gpu.vram_gbps / 1e6, 3)
+
+    def prompt_parts(self, lengths: Sequence[int], repeats: int) -> PrefillSpeed | None:
+        """Where the time of prompts' chunks goes, beside the floors of link and tensor cores, for lengths that fill a
+        cell; None where no GPU reads by chunks."""
+        gpu = self.inner
+        if self.model.windows_only or not isinstance(gpu, GpuBackend) or not gpu.reads_chunks:
+            return None
+        with self.model.turn():
+            rates, state = prompt_rates(gpu), self.state.state
+            chunks = [measure_prompt(gpu, state, self.prompt(n), repeats, rates) for n in lengths if n >= CELL_ROWS]
+        self.state.clear()
+        return PrefillSpeed(gpu.device.name, gpu.geometry.L, 0, *rates, tuple(chunks)) if chunks else None
 
     def chunk_ops(self, n_tokens: int) -> dict[str, float]:
         """Milliseconds by kind of op of reading a prompt's whole cells as chunks, largest first."""

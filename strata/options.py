@@ -40,9 +40,9 @@ class GenerateOptions:
 
 
 OWN_ARGUMENTS = {
-    "generate": ("progress",),
-    "stream": ("progress",),
-    "chat": ("tools", "thinking", "reasoning_effort", "stream", "template_variables", "progress"),
+    "generate": ("on_progress",),
+    "stream": ("on_progress",),
+    "chat": ("tools", "thinking", "reasoning_effort", "stream", "template_variables", "on_progress"),
 }
 """Arguments that these calls take themselves; they are named when an unknown one is close to them."""
 

@@ -28,12 +28,12 @@ DEFAULT_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
 
 
 def route_text(
-    model: Model, tokens: Sequence[int] | np.ndarray, progress: Callable[[int, int], None] | None = None
+    model: Model, tokens: Sequence[int] | np.ndarray, on_progress: Callable[[int, int], None] | None = None
 ) -> np.ndarray:
     """(n, L, K) int32: the experts of every token in every layer, for a text read from an empty state.
 
-    tokens    (n,) token ids, cut into parts that fill the context, each read from an empty state
-    progress  called with tokens read and tokens in all
+    tokens       (n,) token ids, cut into parts that fill the context, each read from an empty state
+    on_progress  called with tokens read and tokens in all
 
     The model must compute on the CPU (`load(..., device="cpu")`), and be idle.
     """
@@ -47,8 +47,8 @@ def route_text(
     session, runs = SessionState(model._backend, model.context, checkpoints=0), []
 
     def tell(read: int) -> None:
-        if progress is not None:
-            progress(read, len(ids))
+        if on_progress is not None:
+            on_progress(read, len(ids))
 
     for start in range(0, len(ids), size):
         session.clear()

@@ -206,7 +206,7 @@ def _rows(tensor: NewTensor, first: int, n: int, rng: np.random.Generator) -> np
 
 
 def _fill(target: mmap.mmap, layout: FileLayout, tensors: list[NewTensor], spec: SynthSpec,
-          progress: Callable[[int, int], None] | None, threads: int | None) -> None:  # fmt: skip
+          on_progress: Callable[[int, int], None] | None, threads: int | None) -> None:  # fmt: skip
     """Write all tensors. Bytes depend on the spec alone, not on the number of threads."""
     target[: len(layout.header)] = layout.header
     view = np.frombuffer(target, np.uint8)
@@ -242,25 +242,25 @@ def _fill(target: mmap.mmap, layout: FileLayout, tensors: list[NewTensor], spec:
         for work, pieces in ((make, drawn), (repeat, again)):
             for n_bytes in pool.map(work, pieces):
                 done += n_bytes
-                if progress is not None:
-                    progress(done, total)
+                if on_progress is not None:
+                    on_progress(done, total)
 
 
 def _make(
-    fd: int, spec: SynthSpec, progress: Callable[[int, int], None] | None, threads: int | None = None
+    fd: int, spec: SynthSpec, on_progress: Callable[[int, int], None] | None, threads: int | None = None
 ) -> None:
     g = geometry_of(spec)
     tensors = tensors_of(spec, g)
     layout = file_layout(_keys(spec, g), tensors)
     os.posix_fallocate(fd, 0, layout.n_bytes)  # here, not as a bus error in the middle
     with mmap.mmap(fd, layout.n_bytes) as target:
-        _fill(target, layout, tensors, spec, progress, threads)
+        _fill(target, layout, tensors, spec, on_progress, threads)
 
 
-def write_model(folder: str | Path, spec: SynthSpec, progress: Callable[[int, int], None] | None = None) -> Path:
+def write_model(folder: str | Path, spec: SynthSpec, on_progress: Callable[[int, int], None] | None = None) -> Path:
     """Write the model into `folder` (made if it is not there) and return its path; an existing file is kept.
 
-    progress(done, total) in bytes. FileError if the folder cannot be written, DoesNotFit if the disk is too small.
+    on_progress(done, total) in bytes. FileError if the folder cannot be written, DoesNotFit if the disk is too small.
     """
     folder = Path(folder)
     path = folder / f"{spec.name}.gguf"
@@ -270,7 +270,7 @@ def write_model(folder: str | Path, spec: SynthSpec, progress: Callable[[int, in
         if path.exists():
             raise FileError(f"'{path}' is there already", advice="Use it, or remove it.")
         with part.open("x+b") as file:
-            _make(file.fileno(), spec, progress)
+            _make(file.fileno(), spec, on_progress)
         part.rename(path)
     except OSError as error:
         part.unlink(missing_ok=True)
@@ -295,7 +295,7 @@ MOST_OF_MEMORY = 0.9
 
 @contextlib.contextmanager
 def memory_model(
-    spec: SynthSpec, progress: Callable[[int, int], None] | None = None, threads: int | None = None
+    spec: SynthSpec, on_progress: Callable[[int, int], None] | None = None, threads: int | None = None
 ) -> Iterator[Path]:
     """A path of this process under which the model can be opened while the block runs; it lies in memory alone.
 
@@ -313,7 +313,7 @@ def memory_model(
     fd = os.memfd_create(spec.name)
     try:
         try:
-            _make(fd, spec, progress, threads)
+            _make(fd, spec, on_progress, threads)
         except OSError as error:
             raise DoesNotFit("the memory is too small", needed=f"{model_bytes(spec) / 1e9:.1f} GB") from error
         yield Path(f"/proc/{os.getpid()}/fd/{fd}")

@@ -6,6 +6,9 @@ import os
 from functools import cache
 from pathlib import Path
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # before numpy is there: workers that each take all cores would wait for them
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings

@@ -40,7 +40,7 @@ def test_a_chunk_with_experts_in_either_place(tiny_path, monkeypatch):
         g = backend.geometry
         ids = uniform_ids(ROWS, g.L, g.E, g.K)
         found = measure_chunks(backend, ids, rows=[ROWS], repeats=1, rate_rounds=1,
-                               progress=lambda *p: done.append(p))  # fmt: skip
+                               on_progress=lambda *p: done.append(p))  # fmt: skip
         ops = operations(backend, ROWS)
         with pytest.raises(BadArgument, match="experts on the device"):
             measure_chunks(backend, ids, rows=[ROWS], repeats=1, rate_rounds=1)  # they are in memory now
@@ -72,7 +72,7 @@ def test_a_chunk_with_experts_in_either_place(tiny_path, monkeypatch):
         (["--made", "Q4_K/IQ4_NL", "--chunks", "16384"], "--chunks cannot be read"),
         (["--made", "Q4_K/IQ4_NL", "--where", "disk"], "--where is unknown"),
         (["--made", "Q4_K/IQ4_NL", "-r", "0"], "--repeat is too small"),
-        (["--made", "Q4_K/IQ4_NL", "-m", "x.gguf"], "--made and --model"),
+        (["--made", "Q4_K/IQ4_NL", "-m", "x.gguf"], "--model does nothing with --made"),
     ],
 )
 def test_what_the_command_refuses(args, message):

@@ -95,7 +95,7 @@ def test_commands_that_load_take_what_load_takes(verb: tuple[str, ...]):
 def test_options_of_a_load_reach_it(small, monkeypatch):
     asked = {}
 
-    def load(path, *, progress, **options):
+    def load(path, *, on_progress, **options):
         asked.update(options)
         raise FileError("enough")
 

@@ -66,7 +66,7 @@ def test_a_dropped_stream_frees_its_session(model, expected):
 def test_closing_from_another_thread_cancels_between_pieces_of_a_prompt(model, expected):
     pause = Paused()
     with model.session() as s:
-        stream = s.stream(PROMPT, progress=pause, **GREEDY)
+        stream = s.stream(PROMPT, on_progress=pause, **GREEDY)
         reader, outcome = started(list, stream)
         assert pause.reached.wait(30)
         closer, _ = started(stream.close)
@@ -86,7 +86,7 @@ def test_closing_a_session_while_it_answers(model, expected):
     """The answer ends with Closed, and the memory goes to the next session only when the piece of work is over."""
     pause = Paused()
     s, other = model.session(), model.session()
-    reader, outcome = started(s.generate, PROMPT, progress=pause, **GREEDY)
+    reader, outcome = started(s.generate, PROMPT, on_progress=pause, **GREEDY)
     assert pause.reached.wait(30)
     closer, _ = started(s.close)
     closer.join(0.2)
@@ -117,7 +117,7 @@ def test_closing_a_session_with_an_open_stream(model, expected):
 def test_a_waiting_call_learns_that_its_session_was_closed(model):
     pause = Paused()
     s = model.session()
-    first, _ = started(s.generate, PROMPT, progress=pause, **GREEDY)
+    first, _ = started(s.generate, PROMPT, on_progress=pause, **GREEDY)
     assert pause.reached.wait(30)
     second, outcome = started(s.generate, PROMPT, wait=True, **GREEDY)
     second.join(0.1)
@@ -136,7 +136,7 @@ def test_closing_the_model(path):
     s, pause = model.session(), Paused()
     stream = model.stream(PROMPT[:9], **GREEDY)
     next(stream)
-    reader, outcome = started(s.generate, PROMPT, progress=pause, **GREEDY)
+    reader, outcome = started(s.generate, PROMPT, on_progress=pause, **GREEDY)
     assert pause.reached.wait(30)
     closer, _ = started(model.close)
     closer.join(0.1)
@@ -170,7 +170,7 @@ def test_an_interrupt_while_the_prompt_is_read(model, expected, after):
 
     with model.session() as s:
         with pytest.raises(KeyboardInterrupt):
-            s.generate(PROMPT, progress=interrupt, **GREEDY)
+            s.generate(PROMPT, on_progress=interrupt, **GREEDY)
         assert s.generate(PROMPT, **GREEDY).tokens == expected(PROMPT)
 
 

@@ -78,7 +78,7 @@ MERGED = {(1, "gate"), (1, "up")}
 def test_addresses_outlive_the_file(tmp_path):
     file = opened(tmp_path / "m.gguf", layer(0))
     layout = expert_layout(file, 1)
-    wanted, address = layout.raw(0, 2, "down").tobytes(), layout.down_address(0, 2)
+    wanted, address = layout.raw(0, 2, "down").tobytes(), int(layout.addresses[0, 2, 2])
     file.close()
     assert ctypes.string_at(address, len(wanted)) == wanted
 
@@ -135,7 +135,7 @@ def test_bundled_model(tiny_path):
         layout = expert_layout(file, 8)
         assert (layout.E, layout.F, layout.D) == (32, 128, 256) and layout.types[4].tolist() == [22, 22, 42]
         down = layout.raw(3, 5, "down")
-        assert down.ctypes.data == layout.down_address(3, 5) and down.shape == (256, 72)
+        assert down.ctypes.data == int(layout.addresses[3, 5, 2]) and down.shape == (256, 72)
         with pytest.raises(BadArgument):
             expert_layout(file, 0)
         with pytest.raises(ModelError, match=r"blk\.8"):

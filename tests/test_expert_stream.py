@@ -75,6 +75,9 @@ class Source:
                 self.registered.append(self.base + start * mmap.PAGESIZE)
             start += n
 
+    def pinned(self, layer: int, e: int) -> None:
+        return None
+
     def raw(self, layer: int, e: int, part: int) -> np.ndarray:
         p, at = self.experts.layers[layer].projections[part], int(self.addresses[layer, e, part]) - self.base
         return self.bytes[at : at + p.n_bytes].reshape(p.rows, -1)

@@ -15,6 +15,7 @@ from strata.cli.bench.experts import capped_lines, lines
 from strata.cli.experts_text import expert_lines
 from strata.experts_speed import measure
 from strata.measure import Speed
+from strata.memory_speed import PIECE_BYTES
 from tests.gpu.run_on_cpu import ON_DEVICE, needs_compiler
 from tests.gpu.shared_model import E, K, L, answer, load, nothing_is_left, patch, path
 
@@ -26,7 +27,7 @@ pytestmark = needs_compiler
 def speed(path, patch):
     with pytest.MonkeyPatch.context() as quick:
         quick.setattr(experts_speed, "WARM_UP", 1)
-        quick.setattr(experts_speed, "RAM_BYTES", 1 << 22)
+        quick.setattr(experts_speed, "MEMORY", {"n_bytes": 1 << 22, "link_bytes": PIECE_BYTES, "seconds": 0.02})
         return measure(path, windows=2, shares=(0.0, 0.5), threads=1, context=256)
 
 
@@ -43,7 +44,7 @@ def test_every_setting_is_measured_with_its_bound(speed):
     assert half.link_experts == half.cpu_experts == K * L / 2
     assert link.cpu_experts == 0 and link.waited_for["link"] == 2 * L and link.link_gbps > 0
     assert hits.hit_entries == K * L and hits.slots == E // 2 * L and hits.waited_for["hits"] == 2 * L
-    assert json.dumps(speed.record()) and len(lines(speed)) == 4 + len(speed.runs)
+    assert json.dumps(speed.record()) and len(lines(speed)) == 5 + len(speed.runs)
 
 
 def test_the_bound_of_parts():
@@ -60,7 +61,9 @@ def test_the_bound_of_parts():
     found = experts_speed._with_bound(mixed, alone)
     assert found.bound_us == 90 + 80 + 7 and found.beyond_bound == pytest.approx(1 - 177 / 200)
     alone.ram = 15.0
-    assert experts_speed._with_bound(mixed, alone).bound_us == 90 + 90 + 7, "memory that both read"
+    ram = experts_speed._with_bound(mixed, alone)
+    assert ram.bound_us == 90 + 90 + 7, "memory that both read"
+    assert ram.parts_us == found.parts_us == 177 and ram.of_parts == pytest.approx(177 / 200)
 
 
 def test_bad_requests_are_refused(path, patch):
@@ -111,10 +114,25 @@ def told():
     return []
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _short_rests():
+    """On the CPU nothing is learnt from seconds in which nothing happens."""
+    with pytest.MonkeyPatch.context() as quick:
+        if not ON_DEVICE:
+            quick.setattr(capped_experts, "IDLE_S", 0.02)
+            quick.setattr(capped_experts, "WATCHED_S", 0.1)
+        yield
+
+
 @pytest.fixture(scope="module")
 def capped(path, patch, told):
     options = {"tokens": 10, "learnt": 20, "threads": 1, "context": 256, "busy": True}
     return capped_experts.measure(path, 0.25, so_far=told.append, **options)
+
+
+def test_the_card_that_is_idle_is_the_one_that_was_measured(monkeypatch):
+    monkeypatch.setattr(capped_experts, "busy_percent", lambda index: 10 * index)
+    assert capped_experts._idle(3)[1] == 30
 
 
 def test_lines_come_as_they_are_found(capped, told):

@@ -20,7 +20,7 @@ model = strata.load(sys.argv[1], context=800, sessions=3, threads=2)
 other = model.session()
 model.generate(PROMPT[:3], **GREEDY)
 paused = Paused()
-thread, outcome = started(model.generate, PROMPT, progress=paused, **GREEDY)
+thread, outcome = started(model.generate, PROMPT, on_progress=paused, **GREEDY)
 paused.reached.wait(60)  # the thread holds the session and the backend
 stream = other.stream(PROMPT[:5], **GREEDY)
 reader, chunks = started(list, stream)

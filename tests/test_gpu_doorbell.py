@@ -97,7 +97,7 @@ class Layer:
 def decide(ids, resident, readable, share: int, staging: int):
     """Decisions (T, K) and the experts of the places: of distinct misses in order, the last ones over the link."""
     misses = [e for e in dict.fromkeys(ids.reshape(-1).tolist()) if not resident[e]]
-    m = min(len(misses) * share >> 8, staging) if readable is not None else 0
+    m = min((len(misses) + 1) * share >> 8, len(misses), staging) if readable is not None else 0
     last = misses[len(misses) - m :]
     places = [e if readable[e] else -1 for e in last] if m else []
     how = {e: HIT if resident[e] else LINK if e in places else CPU for e in set(ids.reshape(-1).tolist())}

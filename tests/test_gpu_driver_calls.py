@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from strata.base.errors import StrataError
-from strata.gpu.driver_calls import CALLS, NOT_READY, DriverCalls
+from strata.gpu import driver_calls, early_launch
+from strata.gpu.driver_calls import CALLS, NOT_READY, DriverCalls, driver_library
 
 
 class Driver:
@@ -77,3 +78,17 @@ def test_a_kernel_gets_the_places_of_its_arguments():
     library.cuLaunchKernel = launch
     DriverCalls(library).launch(5, (2, 3, 1), (32, 1, 1), (np.uint64(1 << 40), np.float32(1.5)), 64, 9)
     assert seen == [(5, (2, 3, 1), (32, 1, 1), 64, 9, None), 1 << 40, 1.5]
+
+
+def test_no_driver_and_one_without_a_call_are_told(monkeypatch):
+    monkeypatch.setattr(driver_calls, "LIBRARY", "libnot-here.so")
+    with pytest.raises(StrataError, match="cannot be used") as caught:
+        DriverCalls()
+    assert "libnot-here.so" in caught.value.found and "cuGraphLaunch" in caught.value.needed
+    with pytest.raises(early_launch.Refused, match="start early") as refused:
+        early_launch.driver.__wrapped__()
+    assert "libnot-here.so" in refused.value.found
+    monkeypatch.setattr(driver_calls, "LIBRARY", "libc.so.6")
+    assert driver_library(ctypes.CDLL, {"getpid": ()}).getpid() > 0
+    with pytest.raises(StrataError, match="cannot be used"):
+        driver_library(ctypes.CDLL, {"cuLaunchKernelEx": ()})

@@ -91,7 +91,7 @@ def test_the_tail_is_one_piece_with_the_last_slots_of_every_layer(tiny_path, cou
     device.close()
 
 
-STEPS = ("lend", "window", "swap", "profile", "interrupt", "interrupt back")
+STEPS = ("lend", "window", "swap", "profile", "interrupt", "interrupt move", "interrupt back")
 
 
 @settings(max_examples=25, deadline=None)
@@ -133,9 +133,17 @@ def test_any_sequence_of_loans_windows_and_interrupts(tiny_path, steps, seed, ea
 
     for step in steps:
         if step == "lend":
+            fresh = tiers.lent == 0
+            tiers.observe(rng.integers(0, 4, (LAYERS, 4, 4)).astype(np.int32), 4)  # what is in slots, unevenly
+            tiers.settle()
+            held, heat = tiers.resident, tiers.usage.score().copy()
             loan.lend()
             assert tiers.lent == len(slots.tail) and outside(slots, device)
+            for layer in range(LAYERS) if fresh else ():
+                stays, goes = tiers.resident[layer], held[layer] & ~tiers.resident[layer]
+                assert not (goes.any() and stays.any()) or heat[layer, goes].max() <= heat[layer, stays].min()
             device.upload(slots.tail_address, garbage)
+            holds_its_experts(slots, tiers, device)
         elif step == "window":
             loan.take_back()
             assert tiers.lent == 0
@@ -148,8 +156,8 @@ def test_any_sequence_of_loans_windows_and_interrupts(tiny_path, steps, seed, ea
                 tiers.settle()
         elif step == "profile":
             tiers.learned_profile()
-        elif step == "interrupt":
-            stopped("evict", int(rng.integers(0, 4)), loan.lend)
+        elif step.startswith("interrupt") and step != "interrupt back":
+            stopped("move" if step == "interrupt move" else "evict", int(rng.integers(0, 4)), loan.lend)
         else:
             stopped("place", int(rng.integers(0, 4)), loan.take_back)
     loan.take_back()
@@ -174,7 +182,7 @@ def test_a_chunk_whose_buffers_lie_in_slots(tiny_path, val, monkeypatch):
     monkeypatch.setattr(chunk_products, "EXPANDED_BYTES", 1 << 18)
     gguf = GgufFile(tiny_path)
     whole = read_geometry(gguf)
-    g = replace(whole, L=4, kinds=whole.kinds[:4])
+    g = replace(whole, L=3, kinds=whole.kinds[:3])
     tensors, experts = Tensors(gguf), expert_layout(gguf, g.L)
     programs = build_programs(g, CELLS, "f16", chunk_rows=ROWS)
     tokens = val["code"][: ROWS + 3].astype(np.int32)
@@ -190,7 +198,7 @@ def test_a_chunk_whose_buffers_lie_in_slots(tiny_path, val, monkeypatch):
     plain.close()
 
     device = new_device()
-    setup = TierSetup(slots=(32, 32, 32, 24), mode="pinned", link=False, share=0.0, threads=1)
+    setup = TierSetup(slots=(32, 32, 26), mode="pinned", link=False, share=0.0, threads=1)
     o = Orchestrator(device, tensors, experts, g.K, setup)
     gpu = TieredBackend(tensors, g, programs, o, lends=True)
     arena = gpu._chunks.arena
@@ -230,7 +238,7 @@ def test_a_chunk_whose_buffers_lie_in_slots(tiny_path, val, monkeypatch):
 
 def test_a_load_lends_what_the_plan_says(tiny_path, monkeypatch):
     """A model that has slots for most experts: the chunk's buffers are in the plan as a loan, and what is taken is what
-    was planned. Where RAM has no copy of what slots hold, and with few slots, nothing is lent."""
+    was planned. Where RAM has no copy of what slots hold nothing is lent, nor with few slots (test_bench_prefill)."""
     monkeypatch.setattr(chunks, "KEPT_SLOTS", 0)
     lend_gpu(monkeypatch)
     options = {"context": 512, "device": "cuda", "threads": 1, "checkpoints": 0}
@@ -239,8 +247,11 @@ def test_a_load_lends_what_the_plan_says(tiny_path, monkeypatch):
         assert model.mismatches == [] and model.plan.prefill_rows == model._backend.chunk_rows >= 256
         assert (loan.kind, loan.held_bytes) == ("lent", 0) and loan.n_bytes <= o.slots.tail_bytes
         assert "prefill loan" in model.plan.table() and "while a chunk is read (lent)" in model.plan.table()
-    for other in ({"slots": 240, "experts": "resident"}, {"slots": 40}):
-        with strata.load(tiny_path, **other, **options) as model:
-            assert model.plan.prefill_rows >= 256, "buffers of their own"
-            assert model.mismatches == [] and not len(model._backend.orchestrator.slots.tail)
-            assert not any(line.kind == "lent" for line in model.plan.lines)
+    with strata.load(tiny_path, slots=240, experts="resident", **options) as model:
+        assert_own_buffers(model)
+
+
+def assert_own_buffers(model: strata.Model) -> None:
+    """A model whose chunks borrow nothing."""
+    assert model.plan.prefill_rows >= 256 and not any(line.kind == "lent" for line in model.plan.lines)
+    assert model.mismatches == [] and not len(model._backend.orchestrator.slots.tail)

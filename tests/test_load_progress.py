@@ -39,7 +39,7 @@ def test_a_load_tells_every_kind_of_op_and_every_format(path, monkeypatch):
 
     monkeypatch.setattr(Weights, "layout", asked)
     told = []
-    with strata.load(path, context=CONTEXT, threads=1, progress=told.append) as model:
+    with strata.load(path, context=CONTEXT, threads=1, on_progress=told.append) as model:
         programs = model._backend.programs
         kinds = {op.kind for program in programs.all() for op in program.ops}
     assert all(isinstance(p, LoadProgress) for p in told)
@@ -60,7 +60,7 @@ def test_who_listens_may_end_the_load(path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        strata.load(path, context=CONTEXT, threads=2, progress=stop)
+        strata.load(path, context=CONTEXT, threads=2, on_progress=stop)
     assert threading.active_count() == before
     strata.load(path, context=CONTEXT, threads=1).close()  # and nobody listens any more
 

@@ -45,9 +45,10 @@ def test_faults_leave_the_service_usable(fault):
         assert server.stats()["requests"] == device.number
 
 
-def test_closing_in_the_middle_of_a_window():
+@pytest.mark.parametrize("times", [40, pytest.param(400, marks=pytest.mark.soak)])
+def test_closing_in_the_middle_of_a_window(times):
     before, images = set(threading.enumerate()), None
-    for i in range(100):
+    for i in range(times):
         device = Device(Mailbox(8, tiny().K, tiny().D))
         images = device.prepare(tiny_requests(8), images)
         with Pool(2) as pool:

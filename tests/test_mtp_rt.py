@@ -311,7 +311,7 @@ def test_a_conversion_that_fails_leaves_everything_as_it_was(mtp_path, tmp_path,
         monkeypatch.setattr(Path, "rename", refuse)
     expected = KeyboardInterrupt if moment == "experts" else FileError
     with pytest.raises(expected):
-        convert.convert(mtp_path, out, force=True, progress=stop if moment == "experts" else None)
+        convert.convert(mtp_path, out, force=True, on_progress=stop if moment == "experts" else None)
     monkeypatch.undo()
     assert {p.name: p.read_bytes() for p in out.iterdir()} == before
     assert [p.name for p in tmp_path.iterdir()] == ["rt"]

@@ -101,10 +101,9 @@ def test_closing_a_model_while_it_reads(path):
 
 def test_a_file_system_without_unbuffered_reads(path, expected, monkeypatch, caplog):
     """auto says so and reads through the page cache; asking for direct reads is an error."""
-    real = loading.plan
-    monkeypatch.setattr(
-        loading, "plan", lambda f, m, o: real(f, m, replace(o, ngram="direct" if o.ngram == "auto" else o.ngram))
-    )
+    real = loading.plan_of_load
+    directly = lambda o: replace(o, ngram="direct" if o.ngram == "auto" else o.ngram)  # noqa: E731
+    monkeypatch.setattr(loading, "plan_of_load", lambda f, m, o, **k: real(f, m, directly(o), **k))
     monkeypatch.setattr(loading, "direct_problem", lambda gguf, name: "no such thing here")
     loading._warn_once.cache_clear()
     for _ in range(2):

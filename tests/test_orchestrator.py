@@ -21,9 +21,10 @@ import strata
 from strata import loading
 from strata.base.errors import BadArgument, DoesNotFit
 from strata.pack.profile import ExpertProfile
+from strata.planner.remembered import Settings
+from strata.runtime import orchestrator
 from strata.runtime.expert_stats import ExpertStats
 from strata.runtime.orchestrator import TieredBackend
-from strata.runtime.remembered import Settings
 from strata.runtime.session import SessionState
 from strata.runtime.swaps import SwapRules
 from tests.gpu.run_on_cpu import ON_DEVICE, needs_compiler
@@ -152,6 +153,20 @@ def test_what_is_asked_for_moves_in(path, patch):
         assert sum(counts[l][held[l]].sum() for l in range(L)) > sum(counts[l][:4].sum() for l in range(L))
 
 
+def test_the_host_queues_no_more_copies_than_a_window_hides(path, patch):
+    with load(path, slots=8, pcie_share=0) as model:
+        o = shared(model)
+        o.tiers.rules = ALWAYS
+        answer(model, 6)
+        assert o.tiers.stats()["copies"] and np.isfinite(o.tiers.most_bytes)
+        o._byte_us, n_bytes = 1e9, o.layout.blob_bytes(0)
+        answer(model, 1)
+        assert o.tiers.most_bytes == orchestrator.LEAST_COPIES * n_bytes, "however slow the host is"
+        o._byte_us = 1e-9
+        answer(model, 1)
+        assert o.tiers.most_bytes > 2 * orchestrator.LEAST_COPIES * n_bytes
+
+
 def test_drafts_and_the_bundled_model(tiny_path, patch):
     with strata.load(tiny_path, context=256, device="cpu", threads=1) as model:
         expected = model.generate("x =", max_tokens=2).tokens
@@ -166,10 +181,10 @@ def test_drafts_and_the_bundled_model(tiny_path, patch):
 def test_where_the_share_comes_from(path, patch, monkeypatch):
     with load(path, slots=4, pcie_share=0.25) as model:
         assert shared(model).hybrid.share == 0.25
-    monkeypatch.setattr("strata.runtime.link_share.remembered", lambda machine, path: Settings(pcie_num=32))
+    monkeypatch.setattr("strata.planner.link_share.remembered", lambda machine, path: Settings(pcie_num=32))
     with load(path, slots=4) as model:
         assert shared(model).hybrid.share == 32 / 256
-    monkeypatch.setattr("strata.runtime.link_share.remembered", lambda machine, path: None)
+    monkeypatch.setattr("strata.planner.link_share.remembered", lambda machine, path: None)
     with load(path, slots=4) as model:
         assert 0 <= shared(model).hybrid.share < 1
     with load(path, slots=4, experts="mapped") as model:

@@ -16,7 +16,7 @@ from strata.base.errors import BadArgument, StrataError
 from strata.cli import app, profile
 from strata.pack.profile import read_profile
 from strata.planner.machine import Machine
-from strata.planner.memory import plan_file
+from strata.planner.of_load import plan_file
 from strata.runtime.simulate import POLICIES, count_windows, cut_windows, trace_windows
 from strata.runtime.swaps import ranking
 
@@ -117,7 +117,7 @@ def test_profile_refuses(tiny_path, texts, tmp_path):
 def test_calibrate_remembers_and_forgets(tiny_path, tmp_path, monkeypatch):
     from strata import calibration
     from strata.calibration import Calibration, ExpertTimes, Trial
-    from strata.runtime.remembered import Settings, remembered
+    from strata.planner.remembered import Settings, remembered
 
     monkeypatch.setenv("STRATA_CACHE", str(tmp_path))
 
@@ -151,7 +151,7 @@ def test_calibrate_remembers_and_forgets(tiny_path, tmp_path, monkeypatch):
 def test_calibrate_says_that_nothing_is_kept(tiny_path, tmp_path, monkeypatch):
     from strata import calibration
     from strata.calibration import Calibration, ExpertTimes, Trial
-    from strata.runtime.remembered import Settings
+    from strata.planner.remembered import Settings
 
     monkeypatch.setenv("STRATA_CACHE", str(tmp_path))
     trials = [Trial(Settings(threads=1), 2.0, 1.5, 0.4)]

@@ -321,3 +321,22 @@ def test_edges_of_ranges_are_taken():
               {"penalty_last_n": 0}, {"seed": 0}, {"seed": 2**64 - 1}, {"logprobs": True, "top_logprobs": 20},
               {"logit_bias": {0: -math.inf, 99: -100}}, {"top_k": np.int64(4), "top_p": np.float32(0.5)}):  # fmt: skip
         SamplingParams(**p).validate(100)
+
+
+def test_numbers_of_other_libraries_become_pythons_own():
+    params = SamplingParams(
+        temperature=np.float32(0.5), top_k=np.int64(4), top_p=np.float64(0.5), min_p=np.float16(0.25),
+        repetition_penalty=np.int8(1), presence_penalty=np.float32(-2), frequency_penalty=np.array(3.0),
+        penalty_last_n=np.uint8(9), seed=np.uint64(2**64 - 1), logprobs=True, top_logprobs=np.int16(2),
+        logit_bias={np.int32(7): np.float32(-math.inf), 8: np.int64(3), 9: np.float64(0.5)},
+    )  # fmt: skip
+    params.validate(100)
+    plain = SamplingParams(0.5, 4, 0.5, 0.25, 1.0, -2.0, 3.0, 9, {7: -math.inf, 8: 3.0, 9: 0.5}, 2**64 - 1, True, 2)
+    assert params == plain and repr(params) == repr(plain)
+
+
+@pytest.mark.parametrize("wrong", [{"seed": np.float32(1)}, {"top_k": np.bool_(True)}, {"top_p": np.float32("nan")},
+                                   {"min_p": np.ones(2)}, {"logit_bias": {1: np.zeros(2)}}], ids=str)  # fmt: skip
+def test_what_is_no_number_of_its_kind_is_still_refused(wrong):
+    with pytest.raises(BadArgument, match=next(iter(wrong))):
+        SamplingParams(**wrong).validate(100)

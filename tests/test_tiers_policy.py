@@ -18,6 +18,7 @@ from strata.runtime.swaps import (
     copy_budget_bytes,
     counted_profile,
     fill_order,
+    moves_to_lend,
     plan_swaps,
     ranking,
     tail_slots,
@@ -122,6 +123,19 @@ def test_fill_order(layers, experts, data):
         tail_slots(n_slots, order, sum(n_slots) + 1)
 
 
+@given(st.lists(st.tuples(st.sampled_from([-1.0, 0.0, 1.0, 2.0, 5.0]), st.booleans()), max_size=12))
+def test_slots_to_lend_become_the_coldest(slots):
+    heat = np.array([h for h, _ in slots], np.float32)
+    lent = np.array([l for _, l in slots], bool)
+    moves = moves_to_lend(heat, lent)
+    after = heat.copy()
+    for source, target in moves:
+        assert lent[source] and not lent[target] and heat[source] > heat[target]
+        after[source], after[target] = heat[target], heat[source]
+    assert sorted(after[lent]) == sorted(heat)[: lent.sum()]
+    assert len({s for move in moves for s in move}) == 2 * len(moves)
+
+
 def test_ranking_order():
     counts = np.array([[5, 9, 0], [9, 0, 0]])
     resident = np.array([[1, 0, 0], [0, 0, 1]], bool)
@@ -140,7 +154,7 @@ class StrictSlots(ReplaySlots):
         super().__init__(n_slots)
         self.table = np.zeros((len(n_slots), E), bool)
         self.shown = self.table.copy()
-        self.ready = 0
+        self.ready = self.unsent = 0
 
     def fill(self, order):
         n = super().fill(order)
@@ -153,11 +167,16 @@ class StrictSlots(ReplaySlots):
         assert self.expert_of[layer][slot] == -1 and expert not in self.expert_of[layer]
         assert (self.shown <= self.table).all(), "a copy began while windows still see what was evicted"
         super().place(layer, expert, slot)
+        self.unsent += 1
 
     def evict(self, layer, expert):
         assert self.table[layer, expert]
         self.table[layer, expert] = False
         return super().evict(layer, expert)
+
+    def move(self, layer, expert, slot):
+        assert self.table[layer, expert] and self.expert_of[layer][slot] == -1 and expert in self.expert_of[layer]
+        super().move(layer, expert, slot)
 
     def landed(self):
         out, self._coming = self._coming[: self.ready], self._coming[self.ready :]
@@ -170,7 +189,7 @@ class StrictSlots(ReplaySlots):
         return self.landed()
 
     def publish(self):
-        self.shown = self.table.copy()
+        self.shown, self.unsent = self.table.copy(), 0
 
 
 def profile_of(L, E, seed=0):
@@ -204,12 +223,20 @@ def test_residency_under_any_schedule(seed, ranked):
             free = [int((row < 0).sum()) for row in slots.expert_of]
             begun = tiers.between_windows()
             assert begun == 0 or not loan
+            assert not slots.unsent, "copies leave while the window runs, not in front of the next one"
             if begun and tiers.link_gbps is not None:
                 assert sum(7 + 2 * layer for layer, _ in slots._coming) <= 24
             assert [int((row < 0).sum()) for row in slots.expert_of] <= free
             if not loan and rng.random() < 0.2:
                 loan = True
+                tiers.settle()
+                held, heat = tiers.resident, tiers.usage.score().copy()
+                empty = [int((row < 0).sum()) for row in slots.expert_of]
                 lent = tiers.lend(int(rng.integers(0, sum(n_slots) + 1)))
+                for layer in range(L):
+                    stays, goes = tiers.resident[layer], held[layer] & ~tiers.resident[layer]
+                    assert goes.sum() == max(0, (lent[:, 0] == layer).sum() - empty[layer]), "empty slots first"
+                    assert not (goes.any() and stays.any()) or heat[layer, goes].max() <= heat[layer, stays].min()
                 assert all(slots.expert_of[layer][slot] == -1 for layer, slot in lent)
                 assert not slots._coming and len(lent) == tiers.lent
             elif loan and rng.random() < 0.5:
@@ -226,6 +253,17 @@ def test_residency_under_any_schedule(seed, ranked):
         return seen, tiers.learned_profile().ranked.tobytes()
 
     assert run() == run()
+
+
+def test_a_cap_in_bytes_binds_beside_that_of_the_link():
+    slots = StrictSlots([4], 16)
+    tiers = ExpertTiers(slots, counted_profile(np.arange(16)[None, ::-1].copy()), n_experts=16, expert_bytes=[10],
+                        rules=SwapRules(every=1, least=1.0, margin=0.0, long_weight=0.0))  # fmt: skip
+    tiers.fill()
+    for most_bytes, begun in ((9.0, 0), (29.0, 2)):
+        tiers.most_bytes = most_bytes
+        tiers.observe(np.array([[[12, 13, 14]]], np.int32), 1)
+        assert tiers.between_windows() == begun
 
 
 def test_swaps_follow_the_routing_and_wait_for_copies():

@@ -4,7 +4,7 @@ Every address is an int64, and nothing here checks one. A word that another thre
 atomic forms only.
 
 words      ld_acquire32/64(addr), st_release64(addr, value)
-views      f32_view(addr, n), f64_ i8_ u8_ u16_ i32_ i64_view; two axes: f32_view2(addr, rows, cols), u8_ i32_view2
+views      f32_view(addr, n), f64_ i8_ u8_ u16_ i32_ i64_view; two axes: f32_view2(addr, rows, cols), u8_view2
 clock      clock_ns() monotonic
 emitting   at(builder, address, type) -> pointer, external(builder, name, result, *arguments) -> function
 """
@@ -131,11 +131,6 @@ def i64_view(address, n):
 def f32_view2(address, rows, cols):
     """(rows, cols) float32, C order."""
     return carray(as_pointer(address), (rows, cols), np.float32)
-
-
-@njit
-def i32_view2(address, rows, cols):
-    return carray(as_pointer(address), (rows, cols), np.int32)
 
 
 @njit

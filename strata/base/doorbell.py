@@ -20,7 +20,6 @@ REPLY = 128  # CPU writes: number of the last request answered
 STATUS = 136  # CPU writes before REPLY: 0, or the error code of base/program.py | detail << 8
 STOP = 256  # host writes: not 0 ends the service
 HEADER = 384  # device writes before REQUEST: the words below
-HEADER_WORDS = 8
 LAYER, ROWS, CPU_ENTRIES, LINK_EXPERTS, HIT_ENTRIES, MISSES = range(6)
 """Header: layer; rows T; entries for the CPU; distinct experts over the link; entries of hits; distinct experts that no
 slot holds."""

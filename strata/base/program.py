@@ -54,9 +54,6 @@ class Program:
     ops: tuple[Op, ...]
     buffers: Mapping[str, Buffer]
 
-    def of_role(self, role: str) -> list[Buffer]:
-        return [b for b in self.buffers.values() if b.role == role]
-
 
 @dataclass(frozen=True)
 class Allocation:

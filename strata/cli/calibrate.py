@@ -14,7 +14,7 @@ from strata.cli.locate import find_model
 from strata.cli.output import note
 
 if TYPE_CHECKING:
-    from strata.runtime.remembered import Settings
+    from strata.planner.remembered import Settings
 
 
 def command(
@@ -33,8 +33,8 @@ def command(
     for name, value, least in (("--windows", windows, 1), ("--turns", turns, 3)):
         need(value >= least, f"{name} is too small", found=value, needed=f">= {least}")
     path = find_model(file, "the argument")
+    from strata.planner import remembered
     from strata.planner.machine import Machine
-    from strata.runtime import remembered
 
     if forget:
         dropped = remembered.forget(Machine.here(path), path)

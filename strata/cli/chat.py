@@ -92,7 +92,7 @@ class Conversation:
         messages = [*self.messages, {"role": "user", "content": line}]
         with Bar("reading the conversation", "tokens") as bar:
             stream = self.model.chat(
-                messages, thinking=self.thinking, stream=True, progress=self._long(bar), **self.options
+                messages, thinking=self.thinking, stream=True, on_progress=self._long(bar), **self.options
             )
             with first_interrupt(stream.close) as interrupt, stream, contextlib.suppress(Cancelled):
                 kind = ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -45,7 +45,7 @@ Context = Annotated[int | None, Option(help="Cells for prompt and answer; defaul
 Threads = Annotated[int | None, Option(help="CPU threads; default: one per physical core.")]
 Pin = Annotated[bool, Option("--pin", help="Bind workers to cores.")]
 Kv = Annotated[str, Option(help="auto, f16 or int8.")]
-Prefill = Annotated[str, Option(help="auto: chunks of 256 rows; windows: 8 rows at a time.")]
+Prefill = Annotated[str, Option(help="auto: chunks of 256 rows, more on a GPU; windows: 8 rows at a time.")]
 
 Device = Annotated[
     str | None, Option(help="auto (the first GPU, if it can be used and holds the model), cpu, cuda or cuda:N.")
@@ -147,6 +147,17 @@ def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None
     return decorate
 
 
+def refuse_idle(context: typer.Context, names: Iterable[str], where: str) -> None:
+    """BadArgument for the first of these parameters of a command whose option was given, though it does nothing there.
+
+    where  as "with --check"
+    """
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name)
+        if parameter.name in names and source is not None and source.name not in ("DEFAULT", "DEFAULT_MAP"):
+            raise BadArgument(f"{parameter.opts[0]} does nothing {where}", found=parameter.opts[0],
+                              needed="a command without it")  # fmt: skip
+
 
 def slots(text: str | None) -> int | str | None:
     """The value of --slots for a load. BadArgument if it is neither a number nor "all"."""
@@ -166,7 +177,7 @@ def loaded(given: Path | None, **options: Any) -> Iterator[LoadedModel]:
         from strata.model import load
 
         told = None if status is None else lambda p: status(f"loading {path.name}: {progress_text(p)}")
-        model = load(path, progress=told, **{name: value for name, value in options.items() if value is not None})
+        model = load(path, on_progress=told, **{name: value for name, value in options.items() if value is not None})
     with model:
         yield model
 

@@ -24,9 +24,13 @@ if TYPE_CHECKING:
 BAR_TOKENS = 512
 """Prompts from this length on show how far they are read."""
 
+CHECKED = frozenset(("context", "kv", "threads", "device"))
+"""Options that --check looks at."""
+
 
 @flags.takes(answer=flags.ANSWER, load=flags.LOAD_AND_DRAFT)
 def command(
+    ctx: typer.Context,
     prompt: Annotated[str, typer.Argument(help='The text to continue; "-" reads it from stdin.', show_default=False)],
     model: flags.Model = None,
     *,
@@ -50,6 +54,9 @@ def command(
     options = flags.answer_options(
         **answer, ignore_eos=ignore_eos, logprobs=logprobs or top_logprobs is not None, top_logprobs=top_logprobs
     )
+    if check:
+        idle = {*flags.ANSWER, *flags.LOAD_AND_DRAFT, "ignore_eos", "logprobs", "top_logprobs"} - CHECKED
+        flags.refuse_idle(ctx, idle, "with --check")
     text = sys.stdin.read() if prompt == "-" else prompt
     if check:
         _check(model, text, load["context"], load["kv"], load["threads"], load["device"], json_)
@@ -57,7 +64,7 @@ def command(
     with flags.loaded(model, **load) as loaded:
         tokens = loaded.tokenize(text)
         with Bar("reading the prompt", "tokens") as bar:
-            stream = loaded.stream(tokens, progress=bar.update if len(tokens) >= BAR_TOKENS else None, **options)
+            stream = loaded.stream(tokens, on_progress=bar.update if len(tokens) >= BAR_TOKENS else None, **options)
             interrupted = _answer(stream, json_)
         result = stream.result
         counters = loaded.stats()["experts"] if stats else None
@@ -87,7 +94,7 @@ def _check(
         tell = status or (lambda text: None)
         report = checking.check(
             path, text, context=context, kv="f16" if kv == "auto" else kv, threads=threads, index=index,
-            progress=lambda done, n: tell(f"checking {path.name}: {done} of {n} tokens"),
+            on_progress=lambda done, n: tell(f"checking {path.name}: {done} of {n} tokens"),
             loading=lambda p: tell(f"checking {path.name}: {flags.progress_text(p)}"),
         )  # fmt: skip
     typer.echo(json.dumps(report.record()) if json_ else str(report))

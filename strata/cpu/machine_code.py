@@ -10,7 +10,7 @@ calls      call1(fp, a), call3(fp, a, b, c), call4, call6, call7, call8(fp, 8 x 
 memory     copy_bytes(dst, src, n), zero_bytes(dst, n)
 clock      clock_ns() monotonic
 floats     float_control() -> int64, set_float_control(v), exact_floats() -> old value after clearing flush-to-zero
-views      f32_view(addr, n), f64_ i8_ u8_ u16_ i32_ i64_view; two axes: f32_view2(addr, rows, cols), i32_view2
+views      f32_view(addr, n), f64_ i8_ u8_ u16_ i32_ i64_view; two axes: f32_view2(addr, rows, cols)
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from strata.base.addresses import (  # noqa: F401  # most of these are here for 
     f64_view,
     i8_view,
     i32_view,
-    i32_view2,
     i64_view,
     ld_acquire32,
     ld_acquire64,

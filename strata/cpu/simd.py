@@ -201,9 +201,6 @@ class Simd:
     def abs(self, value: Value) -> Value:
         return self.call(f"llvm.abs.{_suffix(value.type)}", value.type, value, ir.Constant(i1, 0))
 
-    def popcount(self, value: Value) -> Value:
-        return self.call(f"llvm.ctpop.{_suffix(value.type)}", value.type, value)
-
     def umax(self, a: Value, b: Value) -> Value:
         return self.call(f"llvm.umax.{_suffix(a.type)}", a.type, a, b)
 

@@ -120,18 +120,6 @@ class ExpertLayout:
             self._addresses, self._keeper = table, self._gguf.keeper()
         return self._addresses
 
-    def gate_address(self, layer: int, e: int) -> int:
-        """Address of expert e's gate rows."""
-        return int(self.addresses[layer, e, 0])
-
-    def up_address(self, layer: int, e: int) -> int:
-        """Address of expert e's up rows."""
-        return int(self.addresses[layer, e, 1])
-
-    def down_address(self, layer: int, e: int) -> int:
-        """Address of expert e's down rows."""
-        return int(self.addresses[layer, e, 2])
-
     def raw(self, layer: int, e: int, part: str) -> np.ndarray:
         """Read-only uint8 view (rows, row_bytes) of one matrix; part is "gate", "up" or "down"."""
         if part not in PARTS:

@@ -40,10 +40,6 @@ class BlockFormat:
         """Values that share one activation scale; 0 without quantised products."""
         return {"q8x32": 32, "q8x256": 256}.get(self.activation, 0)
 
-    @property
-    def bits_per_value(self) -> float:
-        return 8 * self.block_bytes / self.block_values
-
     def row_bytes(self, values: int) -> int:
         """Bytes of a row of `values` values; ModelError unless that is a whole number of blocks."""
         if values % self.block_values:

@@ -36,6 +36,7 @@ SPIN_US, PAUSE_S = 200.0, 0.001
 
 
 def command(
+    ctx: typer.Context,
     types: Annotated[str, typer.Option(help="Formats, comma-separated; default: all.")] = "",
     rows: Annotated[str, typer.Option(help="Activation rows, 1 to 8, comma-separated; 5 to 8 run as 4 and the rest.")]
     = "1,2,3,4,8",
@@ -54,6 +55,7 @@ def command(
     One core is timed by its CPU time, several by the wall clock, so other programs' work does not count for one core
     but does for several. The share is that of the rate at which the same cores read memory in the same seconds.
     """
+    flags.refuse_idle(ctx, *((("types", "columns"), "with --layer") if layer else (("experts",), "without --layer")))
     tier = best_tier() if tier is None else tier
     need(tier in available_tiers(), "this machine does not run the tier", found=tier, needed=f"{available_tiers()}")
     need(32 <= columns <= 1 << 16, "--columns is out of range", found=columns, needed="32 to 65536")

@@ -30,6 +30,7 @@ DISTINCT_PIECES = 8
 
 
 def command(
+    ctx: typer.Context,
     model: flags.Model = None,
     layers: Annotated[
         int, typer.Option(help="Make a model of random weights with so many layers in memory; 0: measure --model.")
@@ -68,6 +69,8 @@ def command(
     need(layers == 0 or model is None, "a made model and a file", found="--layers and --model", needed="one of them")
     for name, value, least in (("--tokens", tokens, 8), ("--repeat", repeat, 1)):
         need(value is None or value >= least, f"{name} is too small", found=value, needed=f">= {least}")
+    if not layers:
+        flags.refuse_idle(ctx, ("experts", "n_experts", "vocabulary"), "without --layers")
     spec = None
     if layers:
         from strata.planner.machine import Machine

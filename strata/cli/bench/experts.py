@@ -18,9 +18,15 @@ from strata.cli.output import Bar
 if TYPE_CHECKING:
     from strata.capped_experts import CappedSpeed
     from strata.experts_speed import ExpertsSpeed
+    from strata.planner.machine import Machine
+    from strata.planner.options import PlanOptions
+
+OF_A_MADE_MODEL = ("layers", "types", "n_experts", "vocabulary")
+"""Parameters that a file has no use for."""
 
 
 def command(
+    ctx: typer.Context,
     model: Annotated[
         Path | None, typer.Option("--model", "-m", help="GGUF file to measure; without it a model is made in memory.")
     ] = None,
@@ -52,37 +58,53 @@ def command(
     """Measure windows with no experts in VRAM and with half of them, for some shares of the link.
 
     Routing is uniform and replayed. bound: the serial part, plus the longest branch at the costs that branches have
-    when they run alone, or what memory takes for both that read it, plus the joins. Branches are sums over layers.
+    when they run alone, or what memory takes for both that read it, plus the joins; parts: the same without memory, and
+    what share of the window that is. Branches are sums over layers.
 
     With --fraction few experts have slots and routing is skewed: with favourites that never change, and with some that
     do. Rates, hits and what a simulated cache hits on the same routing are printed, then what the process does idle.
     """
     from strata import capped_experts, experts_speed
     from strata.planner.machine import Machine
-    from strata.planner.memory import choose_device
     from strata.planner.options import PlanOptions
     from strata.synth import SynthSpec
 
+    if fraction is None:
+        flags.refuse_idle(ctx, ("tokens", "share", "busy"), "without --fraction")
+    else:
+        flags.refuse_idle(ctx, ("rows", "windows", "shares", "experts"), "with --fraction")
+    if model is not None:
+        flags.refuse_idle(ctx, OF_A_MADE_MODEL, "with --model")
     wanted = _shares(shares)
     need(experts in ("pinned", "mapped"), "--experts is unknown", found=repr(experts), needed="pinned or mapped")
     spec = SynthSpec.of_types(types, layers=layers, experts=n_experts, vocabulary=vocabulary, seed=seed,
                               distinct_pieces=DISTINCT_PIECES)  # fmt: skip
     # Before a model is made, which takes minutes.
-    choose_device(Machine.here(), PlanOptions(device=device or "cuda", experts=experts, pcie_share=0.5))
+    _need_card(Machine.here(), PlanOptions(device=device or "cuda", experts=experts))
     usual = {"threads": threads, "context": context, "device": device or "cuda", "seed": seed}
     with model_path(model, spec, None) as path, Bar("measuring", "settings") as bar:
         if fraction is not None:
             found = capped_experts.measure(path, fraction, tokens=tokens, learnt=tokens, share=share, busy=busy,
-                                           progress=bar.update, so_far=None if json_ else _Told(), **usual)  # fmt: skip
+                                           on_progress=bar.update, so_far=None if json_ else _Told(),
+                                           **usual)  # fmt: skip
         else:
             found = experts_speed.measure(path, rows=rows, windows=windows, shares=wanted, experts=experts,
-                                          progress=bar.update, **usual)  # fmt: skip
+                                          on_progress=bar.update, **usual)  # fmt: skip
         report: dict[str, Any] = {"command": " ".join(["strata", *sys.argv[1:]]), "model": str(path)}
     report |= {"spec": None if model is not None else asdict(spec), **found.record()}
     if json_:
         typer.echo(json.dumps(report, indent=2))
     elif fraction is None:
         typer.echo("\n".join(lines(found)))
+
+
+def _need_card(machine: Machine, o: PlanOptions) -> None:
+    """Refuse the CPU and cards that are not there: windows without a GPU share nothing."""
+    cards = [f"cuda:{gpu.index}" for gpu in machine.gpus]
+    there = o.device != "cpu" and int(o.device.partition(":")[2] or 0) < len(cards)
+    need(there, "a measurement of experts that a GPU and the CPU share needs a GPU",
+         found=f"GPUs: {len(cards)}, device={o.device!r}", needed=" or ".join(cards) or "an NVIDIA GPU and its driver",
+         advice=None if cards else machine.gpu_problem)  # fmt: skip
 
 
 class _Told:
@@ -113,17 +135,19 @@ def lines(s: ExpertsSpeed) -> list[str]:
     loads = " and ".join(f"{x:.1f}" for x in s.load_s)
     out = [
         f"device     {s.device}, {s.threads} CPU threads",
-        f"model      {s.layers} layers, experts of {s.expert_bytes / 1e6:.2f} MB, loaded in {loads} s; "
-        f"these threads read {s.ram_gbps:.0f} GB/s",
+        f"model      {s.layers} layers, experts of {s.expert_bytes / 1e6:.2f} MB, loaded in {loads} s",
+        f"RAM        these threads read {s.memory.threads_gbps:.0f} GB/s, the link {s.memory.link_gbps:.0f}, at once "
+        f"{s.memory.threads_beside_gbps:.0f} and {s.memory.link_beside_gbps:.0f}",
         "",
         f"{'':<12}{'share':>6}{'window us':>11}{'serial':>8}{'hits':>8}{'link':>8}{'CPU':>8}{'join':>7}"
-        f"{'bound':>8}{'beyond':>8}  experts: hit, link, CPU; GB/s of link, CPU; waited for",
+        f"{'parts':>8}{'of it':>7}{'bound':>8}{'beyond':>8}  experts: hit, link, CPU; GB/s of link, CPU; waited for",
     ]
     for r in s.runs:
         waited = ", ".join(f"{name} {count}" for name, count in r.waited_for.items() if count)
         out.append(
             f"{r.name:<12}{r.share:>6.2f}{r.window_us:>11.0f}{r.serial_us:>8.0f}{r.hits_us:>8.0f}{r.link_us:>8.0f}"
-            f"{r.cpu_us:>8.0f}{r.join_us:>7.0f}{r.bound_us:>8.0f}{100 * r.beyond_bound:>7.1f}%  "
+            f"{r.cpu_us:>8.0f}{r.join_us:>7.0f}{r.parts_us:>8.0f}{100 * r.of_parts:>6.0f}%"
+            f"{r.bound_us:>8.0f}{100 * r.beyond_bound:>7.1f}%  "
             f"{r.hit_entries:.0f}, {r.link_experts:.0f}, {r.cpu_experts:.0f}; {r.link_gbps:.1f}, {r.cpu_gbps:.1f}; "
             f"{waited}"
         )

@@ -28,8 +28,12 @@ REPLAYED_TOKENS = 1024
 DISTINCT_PIECES = 8
 """Of every tensor of experts of a made model: 64 MiB drawn, then repeated, so that a model is ready in seconds."""
 
+OF_A_MADE_MODEL = ("layers", "experts", "n_experts", "vocabulary", "threads")
+"""Parameters that a file has no use for."""
+
 
 def command(
+    ctx: typer.Context,
     model: Annotated[
         Path | None, typer.Option("--model", "-m", help="GGUF file to measure; without it a model is made in memory.")
     ] = None,
@@ -58,6 +62,8 @@ def command(
     from strata.planner.cards import card_by_name
     from strata.synth import SynthSpec
 
+    if model is not None:
+        flags.refuse_idle(ctx, OF_A_MADE_MODEL, "with --model")
     need(routing in ROUTINGS, "no such routing", found=repr(routing), needed=", ".join(ROUTINGS))
     need(kv in ("f16", "int8"), "kv is unknown", found=repr(kv), needed="f16 or int8")
     need(threads is None or threads >= 1, "--threads is too small", found=threads, needed=">= 1")
@@ -115,7 +121,7 @@ def _measure(
         table = make(REPLAYED_TOKENS, g.L, g.E, g.K, seed)
         facts = routing_facts(table, g.E)
         with Bar("measuring", "windows") as bar:
-            speed = measure(backend, table, position=position, card_gbps=card_gbps, rows=rows, progress=bar.update)
+            speed = measure(backend, table, position=position, card_gbps=card_gbps, rows=rows, on_progress=bar.update)
     if not quiet:
         typer.echo("\n".join([*_head(speed, load_s, f"{routing}: {facts}"), *_windows(speed)]))
     return {"load_s": round(load_s, 2), "routing": {"kind": routing, **asdict(facts)}, **speed.record()}

@@ -55,7 +55,7 @@ def measure_made(
             ids = np.resize(some, (max(rows), g.L, g.K))
             with Bar("measuring", "chunks") as bar:
                 speed = measure_chunks(backend, ids, rows=rows, places=places, position=position, repeats=repeat,
-                                       progress=bar.update)  # fmt: skip
+                                       on_progress=bar.update)  # fmt: skip
             facts = routing_facts(some, g.E)
     report: dict[str, Any] = {"command": " ".join(["strata", *sys.argv[1:]]), "spec": asdict(spec),
                               "made_s": round(made_s, 2), "load_s": round(load_s, 2), "routing": asdict(facts),
@@ -82,22 +82,25 @@ def _places(where: str) -> tuple[str, ...]:
 
 def text(s: PrefillSpeed) -> list[str]:
     """Lines of a table."""
+    link = f"link {s.link_gbps:.1f} GB/s, " if s.link_gbps else ""
     lines = [
-        f"device     {s.device}: link {s.link_gbps:.1f} GB/s, tensor cores {s.tensor_tops:.0f} int8 TOP/s",
+        f"device     {s.device}: {link}tensor cores {s.tensor_tops:.0f} int8 TOP/s",
         f"chunks     {s.layers} layers, from position {s.position}; ms are medians",
         "",
         "experts    rows       ms (from   to)  tokens/s     host      gpu     wait     copy   GB copied"
-        "   floor: link  tensor  reached",
+        "   floor: link  tensor  reached   shares: gpu  wait  copy",
     ]
     for c in s.chunks:
         lines.append(
             f"{c.where:<9}{c.rows:>6,}{c.ms:>9.2f} ({c.least_ms:.1f} {c.most_ms:.1f}){c.tokens_per_s:>10,.0f}"
             f"{c.host_ms:>9.2f}{c.gpu_ms:>9.2f}{c.wait_ms:>9.2f}{c.copy_ms:>9.2f}{c.copy_bytes / 1e9:>12.2f}"
             f"{c.link_floor_ms:>14.2f}{c.tensor_floor_ms:>8.2f}{100 * c.floor_share:>8.0f}%"
+            f"{c.share(c.gpu_ms):>13.0f}%{c.share(c.wait_ms):>5.0f}%{c.share(c.copy_ms):>5.0f}%"
         )
     lines += [
         "",
         "host: until all was queued. gpu: the main stream without wait, its time of waiting for experts. copy: the",
         "link is busy. floor: experts over the link's rate; products with matrices over that of tensor cores.",
+        "shares: of the time; copies run beside the rest.",
     ]
     return lines

@@ -16,13 +16,19 @@ from strata.cli import flags
 from strata.cli.output import Bar, working
 
 if TYPE_CHECKING:
+    from strata.chunk_speed import PrefillSpeed
     from strata.measure import Speed
 
 DECODED = 64
 """Tokens decoded in a repeat, for comparison."""
 
+OF_A_FILE = ("model", "tokens", "ops", "context", "pin", "kv", "prefill", "device", "vram_gib")
+OF_A_MADE_MODEL = ("layers", "chunks", "where", "position")
+"""Parameters that one kind of measurement takes and the other does not."""
+
 
 def command(
+    ctx: typer.Context,
     model: flags.Model = None,
     tokens: Annotated[str, typer.Option(help="Lengths of the prompts, in tokens.")] = "256,1024,4096",
     repeat: Annotated[int, typer.Option("--repeat", "-r", help="Repeats; medians and spread are reported.")] = 3,
@@ -47,7 +53,8 @@ def command(
 
     chunk: most rows that are read at once. times decode: tokens/s over those of decoding one token at a time, which is
     what reading by chunks gains. floor: the time in which a device reads its weights once for every chunk, at the rate
-    of its memory; no prompt is read faster. --ops runs the ops of the last prompt's chunks one by one.
+    of its memory; no prompt is read faster. --ops runs the ops of the last prompt's chunks one by one. On a GPU chunks
+    are read once more under events: shares of GPU, copies and waiting, and the floors of link and tensor cores.
 
     --made measures single chunks of a model of the real widths on the first GPU instead, with replayed routing: experts
     all on the device, and all in pinned memory, from where each crosses the link once a chunk.
@@ -55,9 +62,10 @@ def command(
     if made is not None:
         from strata.cli.bench.made_chunks import measure_made
 
-        need(model is None, "--made and --model exclude each other", found=str(model))
+        flags.refuse_idle(ctx, OF_A_FILE, "with --made")
         measure_made(made, layers, chunks, where, position, repeat, threads, json_)
         return
+    flags.refuse_idle(ctx, OF_A_MADE_MODEL, "without --made")
     lengths = _numbers(tokens)
     need(repeat >= 1, "--repeat is too small", found=repeat, needed=">= 1")
     cells = max(*lengths, 2 * DECODED) + CONTEXT_RESERVE + 1
@@ -91,9 +99,10 @@ def command(
             "chunk_rows": 0 if loaded.windows_only else bench.inner.chunk_rows,
             "decode_tokens_per_s": _spread(decode),
             "prompts": [_prompt(bench, n, reading[n], statistics.median(decode)) for n in lengths],
+            "chunks": (parts := bench.prompt_parts(lengths, repeat)) and parts.record(),
             "ops_ms": bench.chunk_ops(lengths[-1]) if ops and not loaded.windows_only else {},
         }
-    typer.echo(json.dumps(report, indent=2) if json_ else "\n".join(_text(report)))
+    typer.echo(json.dumps(report, indent=2) if json_ else "\n".join(_text(report, parts)))
 
 
 def _numbers(text: str) -> list[int]:
@@ -119,7 +128,7 @@ def _spread(values: list[float]) -> dict[str, float]:
     return {name: round(f(values), 2) for name, f in (("median", statistics.median), ("min", min), ("max", max))}
 
 
-def _text(report: dict[str, Any]) -> list[str]:
+def _text(report: dict[str, Any], parts: PrefillSpeed | None) -> list[str]:
     rows, decode = report["chunk_rows"], report["decode_tokens_per_s"]
     lines = [
         f"command    {report['command']}",
@@ -136,6 +145,10 @@ def _text(report: dict[str, Any]) -> list[str]:
         floor = "-" if p["floor_ms"] is None else f"{p['floor_ms']:.2f}"
         lines.append(f"{p['tokens']:>13,}{p['ms']:>10.1f}{rate['median']:>12.1f} ({rate['min']:.1f} {rate['max']:.1f})"
                      f"{p['times_decode']:>12.2f}{floor:>11}")  # fmt: skip
+    if parts is not None:
+        from strata.cli.bench.made_chunks import text
+
+        lines += ["", *text(parts)]
     if report["ops_ms"]:
         whole = sum(report["ops_ms"].values())
         lines += ["", f"op of {report['prompts'][-1]['tokens']:,} tokens in chunks"]

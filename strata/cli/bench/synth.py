@@ -31,6 +31,7 @@ WARM_UP_TOKENS = 8
 
 
 def command(
+    ctx: typer.Context,
     arch: Annotated[str, typer.Option(help="Architecture: qwen4exp.")] = "qwen4exp",
     layers: Annotated[int, typer.Option(help="Layers; the real model has 48.")] = 2,
     experts: Annotated[str, typer.Option(help="Types of the routed experts: GATE_UP/DOWN.")] = "Q4_K/IQ4_NL",
@@ -57,8 +58,10 @@ def command(
     need(routing in ROUTINGS, "no such routing", found=repr(routing), needed=", ".join(ROUTINGS))
     need(tokens == 0 or tokens >= 2, "--tokens is too small", found=tokens, needed="0 or >= 2")
     need(out is not None or tokens > 0, "nothing to do", found="--tokens 0 without --out", needed="--out or tokens")
+    if tokens == 0:
+        flags.refuse_idle(ctx, ("prefill_tokens", "repeat", "routing", "threads"), "with --tokens 0")
     need(repeat >= 1, "--repeat is too small", found=repeat, needed=">= 1")
-    need(prefill_tokens >= 0, "--prefill-tokens is negative", found=prefill_tokens)
+    need(prefill_tokens >= 0, "--prefill-tokens is negative", found=prefill_tokens, needed=">= 0")
     spec = SynthSpec.of_types(experts, layers=layers, experts=n_experts, vocabulary=vocabulary, seed=seed)
     report: dict[str, Any] = {"command": " ".join(["strata", *sys.argv[1:]]), "spec": asdict(spec)}
     with _made(spec, out) as path:

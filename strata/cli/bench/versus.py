@@ -33,6 +33,7 @@ PAUSE_S = 0.05
 
 
 def command(
+    ctx: typer.Context,
     model: flags.Model = None,
     synth: Annotated[str, typer.Option(help="Instead of a model: two layers of random weights, GATE_UP/DOWN types.")]
     = "",
@@ -50,6 +51,8 @@ def command(
     need(tokens >= 2, "--tokens is too small", found=tokens, needed=">= 2")
     need(repeat >= 1, "--repeat is too small", found=repeat, needed=">= 1")
     need(not (synth and model), "--model and --synth exclude each other", found="both", needed="one")
+    if not synth:
+        flags.refuse_idle(ctx, ("layers",), "without --synth")
     wanted = [int(t) for t in tiers.split(",") if t.strip().isdecimal()] if tiers else [best_tier()]
     good = wanted and all(t in available_tiers() for t in wanted)
     need(bool(good), "--tiers cannot be run here", found=repr(tiers), needed=f"some of {available_tiers()}")

@@ -46,13 +46,13 @@ def convert(
     out: Path,
     experts: str = "q2_0",
     force: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> Written:
     """Convert a safetensors file or a folder of shards into the folder `out`.
 
-    experts   "q2_0", "q8_0" or "bf16"; projections become Q8_0, hyper-connections and router stay BF16
-    force     replace `out` if it is an rt folder; its draft_vocab.bin stays unless one lies beside the source
-    progress  called with (experts done, experts)
+    experts      "q2_0", "q8_0" or "bf16"; projections become Q8_0, hyper-connections and router stay BF16
+    force        replace `out` if it is an rt folder; its draft_vocab.bin stays unless one lies beside the source
+    on_progress  called with (experts done, experts)
 
     `out` appears complete or not at all. BadArgument for an unknown format or an `out` that must not be replaced,
     DoesNotFit if the disk is too small, FileError or ModelError for a source that cannot be read.
@@ -74,7 +74,7 @@ def convert(
         _need_room(out.parent, s.E * expert_bytes + sum(t.data.size for t in _dense_stored(checkpoint)))
         with _complete_folder(out) as folder:
             lines = _write_dense(checkpoint, folder)
-            _write_experts(checkpoint, folder, kind.name, progress)
+            _write_experts(checkpoint, folder, kind.name, on_progress)
             if kind.name != "Q2_0":  # without the marker, experts.bin holds Q2_0 blobs
                 (folder / EXPERTS_FMT).write_text(f"{experts} {kind.ggml_id} {kind.ggml_id}\n", encoding="ascii")
             if vocabulary is not None:
@@ -170,7 +170,7 @@ def _write_dense(checkpoint: Checkpoint, folder: Path) -> int:
 
 
 def _write_experts(
-    checkpoint: Checkpoint, folder: Path, format_name: str, progress: Callable[[int, int], None] | None
+    checkpoint: Checkpoint, folder: Path, format_name: str, on_progress: Callable[[int, int], None] | None
 ) -> None:
     s = checkpoint.shape
     with (folder / EXPERTS_BIN).open("wb") as file:
@@ -180,5 +180,5 @@ def _write_experts(
             else:
                 file.write(gate_up)
                 file.write(down)
-            if progress is not None:
-                progress(e + 1, s.E)
+            if on_progress is not None:
+                on_progress(e + 1, s.E)
