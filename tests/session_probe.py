@@ -34,7 +34,7 @@ class Expected:
 
 
 class Paused:
-    """A progress function that stops the reading thread at its first call until `go` is set."""
+    """A progress function or a sink of logits that stops the reading thread at its first call until `go` is set."""
 
     def __init__(self):
         self.reached, self.go, self.calls = threading.Event(), threading.Event(), []

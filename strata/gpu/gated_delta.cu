@@ -230,7 +230,8 @@ DEVICE void delta_rule(const Convolution &source, float *conv, float *decay, flo
                 }
             if (!OUTPUT) continue;
             float o = over_keys(part);
-            if (r == 0) *value = o;  // the other threads of the column have read it before they met in over_keys
+            __syncwarp();  // the other threads of the column have read the value
+            if (r == 0) *value = o;
         }
         if (!OUTPUT) continue;
         __syncthreads();

@@ -119,10 +119,9 @@ DEVICE void start_ring(const u8 *const (&block)[R], int K, u8 *bytes) {
     Ring<F, R, M, HOW> ring = {bytes, (int)threadIdx.x & 31};
     if constexpr (HOW == BY_BULK) {
         int at = ring.lane * S::SPAN;  // every lane a stage: they work out addresses at the same time
-        if (ring.lane < S::DEPTH) {
-            bulk_ready(ring.arrived(ring.lane));
-            if (at < all) ring.runs(ring.lane, block, at, min((int)S::SPAN, all - at));
-        }
+        if (ring.lane < S::DEPTH) bulk_ready(ring.arrived(ring.lane));
+        __syncwarp();  // all lanes wait at these barriers later: made before anything arrives
+        if (ring.lane < S::DEPTH && at < all) ring.runs(ring.lane, block, at, min((int)S::SPAN, all - at));
         __syncwarp();
     } else {
 #pragma unroll
