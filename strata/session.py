@@ -153,7 +153,10 @@ class Session:
         return out
 
     def read_logits(self, ids: np.ndarray, sink: Callable[[int, np.ndarray], None], prefill: str | None = None) -> None:
-        """Hand the logits of every row to sink(first row, (n, V) view) without keeping them."""
+        """Hand the logits of every row to sink(first row, (n, V) view) without keeping them.
+
+        The sink runs while the backend is held: it must not use the model or its sessions.
+        """
         from strata.runtime.generate import score
 
         if prefill not in (None, "auto", "windows"):

@@ -332,3 +332,8 @@ def test_flipped_bytes_open_or_raise(tmp_path, flips, headers_only):
                 file.raw(name).sum()
     except StrataError:
         pass  # the only exception that may come out
+
+
+def test_a_name_that_no_file_system_takes():
+    with pytest.raises(FileError, match="cannot be looked at"):
+        GgufFile("x" * 5000)

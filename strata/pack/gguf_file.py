@@ -51,7 +51,11 @@ def model_file(path: str | Path, named: str = "path") -> Path:
     named: what the user gave it as. FileError for a folder with no model or several; other paths are not looked at.
     """
     path = Path(path)
-    if not path.is_dir():
+    try:
+        folder = path.is_dir()
+    except OSError as error:  # a name that no file system takes
+        raise FileError(f"{named} cannot be looked at", found=f"{path.name[:60]!r}: {error.strerror}") from None
+    if not folder:
         return path
     later = {p for p in path.glob("*-of-*.gguf") if not p.stem.rsplit("-of-", 1)[0].endswith("-00001")}
     models = sorted(set(path.glob("*.gguf")) - later)
