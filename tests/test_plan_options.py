@@ -71,3 +71,8 @@ def test_a_context_that_no_load_takes_is_refused():
 def test_what_is_no_profile_is_refused(profile):
     with pytest.raises(BadArgument, match="profile is unusable"):
         make_options(profile=profile)
+
+
+def test_what_is_no_machine_is_refused(tiny_path):
+    with pytest.raises(BadArgument, match="machine is no Machine"):
+        strata.plan(tiny_path, machine=1)

@@ -118,6 +118,8 @@ def plan_file(path: str | Path, *, machine: Machine | None = None, measure: bool
     Raises FileError or ModelError for a file that cannot be planned, BadArgument for options.
     """
     need(isinstance(path, str | Path), "path is no path", found=repr(path), needed="str or Path")
+    known = machine is None or isinstance(machine, Machine)
+    need(known, "machine is no Machine", found=repr(machine), needed="Machine.here or Machine.describe")
     draft = options.get("draft", "off")
     if draft is None or callable(getattr(draft, "propose", None)):
         options = {**options, "draft": "off" if draft is None else "lookup"}
