@@ -104,8 +104,9 @@ struct Hidden {
     u64 *error, where;
 };
 
-// Column t of the block's 32 rows of gate (out[0]) and up (out[1]): SwiGLU, then warp t quantises column t.
-template <int T>
+// Column t of the block's 32 rows of gate (out[0]) and up (out[1]): SwiGLU, then warp t quantises column t. ROW_LANES lanes
+// hold a row.
+template <int T, int ROW_LANES = 8>
 DEVICE void finish_hidden(const float (&out)[2][T], const int (&entry)[T], int n, int expert, int width,
                           const Hidden &h, float (*columns)[32]) {
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -116,7 +117,7 @@ DEVICE void finish_hidden(const float (&out)[2][T], const int (&entry)[T], int n
             a = mul32(a, h.factors[expert]);
             b = mul32(b, h.factors[h.experts + expert]);
         }
-        if ((lane & 7) == t) columns[t][4 * warp + (lane >> 3)] = swiglu32(a, b);
+        if (lane % ROW_LANES == t) columns[t][32 / ROW_LANES * warp + lane / ROW_LANES] = swiglu32(a, b);
     }
     __syncthreads();
     int mine = entry[0];

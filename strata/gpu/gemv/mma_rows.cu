@@ -44,31 +44,6 @@ DEVICE Group group_of_expert(const int *ids, const u8 *decisions, u32 take, cons
     return g;
 }
 
-// Column t of the block's 32 rows of gate (out[0]) and up (out[1]): SwiGLU, then warp t quantises column t.
-template <int T>
-DEVICE void finish_mma(const float (&out)[2][T], const int (&entry)[T], int n, int expert, int width, const Hidden &h,
-                       float (*columns)[32]) {
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-#pragma unroll
-    for (int t = 0; t < T; t++) {
-        float a = out[0][t], b = out[1][t];
-        if (h.factors) {
-            a = mul32(a, h.factors[expert]);
-            b = mul32(b, h.factors[h.experts + expert]);
-        }
-        if ((lane & 3) == t) columns[t][8 * warp + (lane >> 2)] = swiglu32(a, b);
-    }
-    __syncthreads();
-    int mine = entry[0];
-#pragma unroll
-    for (int t = 1; t < T; t++) mine = warp == t ? entry[t] : mine;
-    if (warp >= n) return;
-    float value[1] = {columns[warp][lane]};
-    size_t group = (size_t)mine * (width / 32) + blockIdx.y;
-    if (!quantise_group<1>(value, h.codes + 32 * group, h.scales + group, h.sums + 2 * group) && lane == 0)
-        report(h.error, h.where, NOT_FINITE, expert);
-}
-
 template <class F, int T, int HOW>
 DEVICE void rows_by_mma(MmaRing<F, HOW> &ring, const MmaBlocks &block_of, int units, int first, Group &g,
                         const Quantised &x, const NearColumns &near, int share, float *y, i64 y_stride, int rows, int K, const Hidden &h,
@@ -79,7 +54,7 @@ DEVICE void rows_by_mma(MmaRing<F, HOW> &ring, const MmaBlocks &block_of, int un
     float out[2][T];
     if (h.codes) {
         ring.template multiply<T>(0, ring.steps, block_of, near, out);
-        finish_mma<T>(out, entry, n, g.expert, rows, h, columns);
+        finish_hidden<T, 4>(out, entry, n, g.expert, rows, h, columns);
         return;
     }
 #pragma unroll 1
