@@ -40,7 +40,6 @@ DEVICE T load_now(const T *p) { return *p; }
 // bits: what does not arrive in time is loaded as usual.
 DEVICE void bring_ahead(const void *p, u32 n, u32 thread, u32 threads) {
 #ifndef STRATA_ON_CPU
-#pragma unroll 1
     for (u32 at = thread * LINE; at < n; at += threads * LINE)
         asm volatile("prefetch.global.L2 [%0];" :: "l"((const u8 *)p + at));
 #endif
