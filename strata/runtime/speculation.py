@@ -86,7 +86,7 @@ def drafting_facts(speculators: Sequence[Speculator]) -> dict[str, Any] | None:
         "window_ms": [policy.window_ms(T) for T in range(1, WINDOW_ROWS + 1)],
         "one_draft_ms": policy.draft_ms if own else 0.0,
         "asking_ms": policy.asking_ms,
-        "probe_share": policy.probe_ms / policy.total_ms if policy.total_ms > 0 else 0.0,
+        "probe_share": max(policy.probe_ms, 0.0) / policy.total_ms if policy.total_ms > 0 else 0.0,  # probes may gain
     }
 
 
