@@ -35,8 +35,6 @@ from strata.runtime.orchestrator import Orchestrator, TieredBackend
 SHARES = (0.0, 0.25, 0.5, 0.75)
 REPLAYED_TOKENS = 1024
 WARM_UP = 4
-MEMORY: dict[str, Any] = {}
-"""How memory is measured, where not as usual."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,7 @@ def measure(
     with load(path, slots=0, **options) as model:
         load_s.append(model.load_seconds)
         g, o = model.geometry, orchestrator_of(model)
-        each, memory = o.layout.total_bytes / (g.L * g.E), memory_rates(o.device, o.pool.threads, **MEMORY)
+        each, memory = o.layout.total_bytes / (g.L * g.E), memory_rates(o.device, o.pool.threads)
         facts = (o.device.name, o.pool.threads, g.L, each, memory)
         alone.ram = each / memory.most_gbps / 1e3
         table = uniform_ids(REPLAYED_TOKENS, g.L, g.E, g.K, seed)

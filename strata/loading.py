@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from strata.base.errors import DoesNotFit, StrataError, need
+from strata.base.errors import StrataError, need
 from strata.base.geometry import LEAST_CONTEXT, Geometry
 from strata.base.numbers import real_number, whole_number
 from strata.base.plan import Plan
@@ -155,8 +155,6 @@ def plan_load(gguf: GgufFile, g: Geometry, o: LoadOptions, source: Path | None) 
     if o.ngram == "auto" and made.ngram == "direct" and (problem := direct_problem(gguf, TABLE_NAME)):
         _warn_once(f"the n-gram table is read through the page cache: {problem}")
         return plan_load(gguf, g, replace(o, ngram="mapped"), source)
-    if options.slots is not None and options.slots >= g.L * g.E:
-        _need_every_expert(made)
     made.require()
     for note in made.notes:
         if ON_CPU in note:
@@ -164,15 +162,6 @@ def plan_load(gguf: GgufFile, g: Geometry, o: LoadOptions, source: Path | None) 
         else:
             log.warning("%s", note)
     return made
-
-
-def _need_every_expert(made: Plan) -> None:
-    """Raise DoesNotFit unless the plan fits."""
-    try:
-        made.require()
-    except DoesNotFit as error:
-        text = error.message.replace("does not fit", "does not fit with every expert in VRAM", 1)
-        raise DoesNotFit(text, found=error.found, needed=error.needed, advice=error.advice) from None
 
 
 def _has_line(p: Plan, name: str) -> bool:
@@ -212,12 +201,8 @@ def make_backend(
     pin: bool,
     layer: DraftLayer | None,
     profile: ExpertProfile | None = None,
-    pcie_share: float | None = None,
 ) -> CpuBackend | GpuBackend:
-    """Allocate what the plan says, but for the sessions, and compile what the file's types need.
-
-    pcie_share  as it was asked for; None: what a calibration kept, else by costs that are timed
-    """
+    """Allocate what the plan says, but for the sessions, and compile what the file's types need."""
     chunk_rows = p.prefill_rows if p.device != "cpu" else 0
     programs = arch.build_programs(g, round_context(p.context), p.kv, layer.head_rows if layer else 0, chunk_rows)
     held: Mapping[str, Any] = layer.tensors if layer else {}
@@ -233,7 +218,7 @@ def make_backend(
     try:
         with device.current():
             if p.n_slots < g.L * g.E:
-                return _tiered(tensors, g, experts, programs, device, p, pin, profile, ids, pcie_share)
+                return _tiered(tensors, g, experts, programs, device, p, pin, profile, ids)
             return GpuBackend(tensors, g, experts, programs, device, ngram_cache_rows=p.ngram_cache_rows,
                               ngram=p.ngram, draft_ids=ids)  # fmt: skip
     except BaseException:
@@ -243,14 +228,12 @@ def make_backend(
 
 def _tiered(
     tensors: Tensors, g: Geometry, experts: ExpertLayout, programs: ProgramSet, device: Device, p: Plan, pin: bool,
-    profile: ExpertProfile | None, draft_ids: np.ndarray | None, pcie_share: float | None,
+    profile: ExpertProfile | None, draft_ids: np.ndarray | None,
 ) -> TieredBackend:  # fmt: skip
     """A backend for a plan with fewer slots than experts."""
     link = _has_line(p, "link staging")
     mode = p.experts if p.experts != "mapped" or link else "file"
-    path, hit_rate = tensors.gguf.path, None
-    if link and pcie_share is None and p.estimate is not None and kept_share(Machine.here(path), path) is None:
-        hit_rate = p.estimate.hit_rate
+    hit_rate = p.estimate.hit_rate if p.times_share and p.estimate is not None else None
     setup = TierSetup(p.slots, mode, link, p.pcie_share, p.threads, pin, profile, p.link_gbps, hit_rate=hit_rate)
     shared = Orchestrator(device, tensors, experts, g.K, setup)
     try:

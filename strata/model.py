@@ -151,7 +151,7 @@ class Model:
         self.draft_layer = load_draft_layer(source, gguf, arch, self.geometry)
         with second_process(cpu=self.plan.device == "cpu") as finish:
             self._backend = make_backend(gguf, arch, self.geometry, self.plan, options.pin, self.draft_layer,
-                                         options.ranking(self.geometry), options.pcie_share)  # fmt: skip
+                                         options.ranking(self.geometry))  # fmt: skip
             try:
                 report(COMPILING, 0, 1, "sampling")
                 finish()  # it may be writing what this process would write

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int] | np.ndarray
 
-TEMPLATE_ARGUMENTS = {"messages", "tools", "thinking", "reasoning_effort", "add_generation_prompt"}
-
 
 class Session:
     """One conversation with its own memory. Made by `Model.session()`; closing it returns its memory to the model.
@@ -80,9 +78,8 @@ class Session:
         named = isinstance(template_variables, Mapping) and all(isinstance(name, str) for name in template_variables)
         need(template_variables is None or named, "template_variables is no mapping", found=repr(template_variables),
              needed="names and values")  # fmt: skip
-        taken = sorted(TEMPLATE_ARGUMENTS & set(template_variables or ()))
-        need(not taken, "template_variables names arguments of chat", found=", ".join(taken), needed="other names")
-        prompt = self._model.template.render(messages, tools, thinking, reasoning_effort, **(template_variables or {}))
+        extra = template_variables or {}
+        prompt = self._model.template.render(messages, tools, thinking, reasoning_effort, extra=extra)
         ids = self._model.tokenize(prompt)
         turn = self._model.turn_token
         starts = [] if turn is None else np.flatnonzero(ids == turn).tolist()

@@ -232,3 +232,10 @@ def make_release(folder: Path, name: str, vocabulary: bool = True) -> Path:
     """Write a released size (a key of RELEASES) as sparse files; returns the first shard's path."""
     r = RELEASES[name]
     return make_model(folder, f"Flash-Next-{name}", r.shape, r.dense, expert_types(name), r.table, r.shards, vocabulary)
+
+
+class FactsByRelease(dict):
+    """Facts by release, with a short text for failing examples."""
+
+    def __repr__(self) -> str:
+        return f"facts of {list(self)}"

@@ -51,10 +51,10 @@ def test_thinking_switch_and_generation_prompt(template):
     assert template.render(USER) == turn + "<|im_start|>assistant\n<think>\n"
     assert template.render(USER, thinking=True) == template.render(USER)
     assert template.render(USER, thinking=False) == turn + "<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    assert template.render(USER, enable_thinking=False) == template.render(USER, thinking=False)
+    assert template.render(USER, extra={"enable_thinking": False}) == template.render(USER, thinking=False)
     assert template.render(USER, add_generation_prompt=False) == turn
-    with pytest.raises(BadArgument, match="thinking is given twice"):
-        template.render(USER, thinking=True, enable_thinking=False)
+    with pytest.raises(BadArgument, match="given twice; found enable_thinking"):
+        template.render(USER, thinking=True, extra={"enable_thinking": False})
     with pytest.raises(BadArgument, match="found 'low'"):
         template.render(USER, thinking="low")
 
@@ -110,7 +110,7 @@ def test_blocks_are_trimmed_and_variables_reach_the_template():
         "  {% if reasoning_effort is defined %}\n{{ reasoning_effort }} {{ shade }}\n  {% endif %}\n"
         "{{ bos_token }}{{ eos_token }}"
     )
-    assert render(source, reasoning_effort="low", shade="red") == "low red\n<b><e>"
+    assert render(source, reasoning_effort="low", extra={"shade": "red"}) == "low red\n<b><e>"
     assert render(source) == "<b><e>"
     assert render("{{ tools is none }} {{ enable_thinking is defined }}") == "True False"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -15,7 +16,7 @@ from strata.cli.bench.experts import capped_lines, lines
 from strata.cli.experts_text import expert_lines
 from strata.experts_speed import measure
 from strata.measure import Speed
-from strata.memory_speed import PIECE_BYTES
+from strata.memory_speed import PIECE_BYTES, memory_rates
 from tests.gpu.run_on_cpu import ON_DEVICE, needs_compiler
 from tests.gpu.shared_model import E, K, L, answer, load, nothing_is_left, patch, path
 
@@ -27,7 +28,8 @@ pytestmark = needs_compiler
 def speed(path, patch):
     with pytest.MonkeyPatch.context() as quick:
         quick.setattr(experts_speed, "WARM_UP", 1)
-        quick.setattr(experts_speed, "MEMORY", {"n_bytes": 1 << 22, "link_bytes": PIECE_BYTES, "seconds": 0.02})
+        brief = partial(memory_rates, n_bytes=1 << 22, link_bytes=PIECE_BYTES, seconds=0.02)
+        quick.setattr(experts_speed, "memory_rates", brief)
         return measure(path, windows=2, shares=(0.0, 0.5), threads=1, context=256)
 
 

@@ -19,6 +19,7 @@ from strata.gpu import device as device_module
 from strata.gpu import doorbell
 from strata.gpu.device import CupyDevice
 from strata.gpu.driver_calls import CALLS, DriverCalls
+from strata.runtime.share_probe import ShareProbe
 from tests.gpu.run_on_cpu import needs_compiler
 from tests.gpu.shared_model import answer, load, nothing_is_left, patch, path
 
@@ -90,6 +91,20 @@ def test_a_closed_model_is_in_no_cycle(path, patch, collector_off, options):
     model.close()
     del model
     assert [name for name, part in parts.items() if part() is not None] == []
+
+
+@needs_compiler
+def test_what_timed_the_share_is_in_no_cycle(path, patch, collector_off, monkeypatch):
+    """It refers to the whole backend."""
+    probes, before = [], ShareProbe.measure
+
+    def noted(probe):
+        probes.append(weakref.ref(probe))
+        return before(probe)
+
+    monkeypatch.setattr(ShareProbe, "measure", noted)
+    with load(path, slots=4):
+        assert [probe() for probe in probes] == [None]
 
 
 @needs_compiler

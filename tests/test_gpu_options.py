@@ -47,8 +47,9 @@ def test_a_card_without_room_is_refused_with_numbers_or_auto_takes_the_cpu(tiny_
         text = str(refused.value)
         assert "does not fit" in text and "MiB free" in text and "MiB needed" in text
         assert 'device="cpu"' in refused.value.advice and "slots" not in refused.value.advice
-        with pytest.raises(DoesNotFit, match="with every expert"):
+        with pytest.raises(DoesNotFit, match="does not fit") as every:
             strata.load(tiny_path, context=256, device=device, vram_gib=0.4, slots="all")
+        assert "MiB free" in every.value.found and 'device="cpu"' in every.value.advice
     with pytest.raises(DoesNotFit, match="MiB needed, 410 MiB free"):  # what was asked for does not become the CPU
         strata.load(tiny_path, context=256, device="auto", vram_gib=0.4)
     opened = lend_gpu(monkeypatch, vram_gib=0.5)

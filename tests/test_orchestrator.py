@@ -208,7 +208,7 @@ def test_options_of_a_gpu_need_one(path):
 
 
 def test_more_slots_than_fit_are_refused(path, any_card):
-    with pytest.raises(DoesNotFit, match="every expert"):
+    with pytest.raises(DoesNotFit, match="VRAM"):
         load(path, slots="all", vram_gib=0.09)
     with pytest.raises(DoesNotFit, match="VRAM"):
         load(path, slots=4, vram_gib=0.09)

@@ -17,7 +17,7 @@ from strata.planner.draft import standard_facts
 from strata.planner.facts import classify
 from strata.planner.machine import Machine
 from strata.planner.memory import plan, read_facts
-from tests.header_maker import RELEASES, make_release
+from tests.header_maker import RELEASES, FactsByRelease, make_release
 
 TINY = Path(__file__).parents[1] / "examples/models/tiny-flash-next/tiny-flash-next-IQ3_XXS-00001-of-00002.gguf"
 
@@ -28,16 +28,9 @@ def files(tmp_path_factory) -> dict[str, Path]:
     return {name: make_release(folder, name, vocabulary=name == "Q2_0") for name in RELEASES}
 
 
-class _Facts(dict):
-    """Facts by release, with a short text for failing examples."""
-
-    def __repr__(self) -> str:
-        return f"facts of {list(self)}"
-
-
 @pytest.fixture(scope="module")
 def facts(files):
-    return _Facts({name: read_facts(path) for name, path in files.items()})
+    return FactsByRelease({name: read_facts(path) for name, path in files.items()})
 
 
 # ---- the files that plans are made of

@@ -25,7 +25,7 @@ from strata.planner.of_load import ON_CPU, plan_file, plan_of_load
 from strata.planner.remembered import Settings
 from tests.gpu.loaded import lend_gpu
 from tests.gpu.run_on_cpu import ON_DEVICE, needs_compiler
-from tests.header_maker import RELEASES, make_release
+from tests.header_maker import RELEASES, FactsByRelease, make_release
 from tests.test_plan import adds_up
 
 shimmed = pytest.mark.skipif(ON_DEVICE, reason="describes a machine that is not here")
@@ -37,16 +37,9 @@ def files(tmp_path_factory) -> dict[str, Path]:
     return {name: make_release(folder, name, vocabulary=False) for name in RELEASES}
 
 
-class _Facts(dict):
-    """Facts by release, with a short text for failing examples."""
-
-    def __repr__(self) -> str:
-        return f"facts of {list(self)}"
-
-
 @pytest.fixture(scope="module")
 def facts(files):
-    return _Facts({name: read_facts(path) for name, path in files.items()})
+    return FactsByRelease({name: read_facts(path) for name, path in files.items()})
 
 
 def executes(monkeypatch, machine: Machine) -> None:

@@ -145,6 +145,7 @@ class Plan:
     slots_per_gib     further slots that one more GiB of VRAM buys
     ngram             "mapped": rows of the n-gram table through the page cache; "direct": past it
     pcie_share        share of the experts that VRAM lacks for the GPU to read over PCIe, to begin with
+    times_share       whether a load times both sides and sets that share anew
     link_gbps         rate of the card's link
     """
 
@@ -175,6 +176,7 @@ class Plan:
     largest_context: int = 0
     slots_per_gib: int = 0
     pcie_share: float = 0.0
+    times_share: bool = False
     link_gbps: float | None = None
     missing_bytes: int = 0
     expert_types: str = ""

@@ -97,7 +97,9 @@ def _on_gpu(
             found=m.types_text,
             needed="quantised experts, or room for all of them in VRAM",
         )
-    return make_plan(m, machine, gpu, o, costs, by)
+    made = make_plan(m, machine, gpu, o, costs, by)
+    links = any(line.line == "link staging" for line in made.lines)
+    return replace(made, times_share=links and share is None and o.pcie_share is None)
 
 
 def _has_room_for_all(m: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions) -> bool:

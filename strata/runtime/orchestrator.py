@@ -102,6 +102,7 @@ class Orchestrator:
         self._stats = ExpertStats(layout.n_layers, self._expert_bytes)
         self._stamps: tuple[np.ndarray, float] | None = None
         self._gap_ms: float | None = None
+        self._least_bytes = LEAST_COPIES * float(self._expert_bytes.max())
         self._byte_us: float | None = None
         self._ended = self._began = 0.0
         self._rows = 0
@@ -219,7 +220,7 @@ class Orchestrator:
                 self.tiers.hidden_ms = self._gap_ms * self.tiers.rules.every
             if self._byte_us is not None:
                 most_bytes = BESIDE_SHARE * (self._ended - self._began) * 1e6 / self._byte_us
-                self.tiers.most_bytes = max(most_bytes, LEAST_COPIES * float(self._expert_bytes.max()))
+                self.tiers.most_bytes = max(most_bytes, self._least_bytes)
             self._due = self.setup.mode != "resident"
             if not self._due:
                 self._torn = True

@@ -62,24 +62,12 @@ class ShareProbe:
         self._parts = [layer_parts(weights, l) for l in range(len(addresses))]
         self._held = addresses[:, :, 0] != 0
         rng = np.random.default_rng(seed)
-        self._turns = self._experts(rng) if (self._held.sum(axis=1) >= self._K).any() else None
+        self._turns = _turns(self._held, self._K, rng) if (self._held.sum(axis=1) >= self._K).any() else None
         often = self._held.sum(axis=0)
         self._common = rng.permutation(np.flatnonzero((often == often.max()) & (often > 0)).astype(np.int32))
         self._bytes = float(np.mean([hybrid.experts.blob_bytes(l) for l in range(len(addresses))]))
         x = hybrid.host[self._m.x :][: 4 * self._m.D].view(np.float32)
         x[:] = np.sin(np.arange(self._m.D, dtype=np.float32))
-
-    def _experts(self, rng: np.random.Generator) -> Iterator[tuple[int, np.ndarray]]:
-        """(layer, experts in RAM, as many as a row asks for) for ever: layers in turn, all experts before any again."""
-        layers = np.flatnonzero(self._held.sum(axis=1) >= self._K).tolist()
-        at = dict.fromkeys(layers, 0)
-        orders = {l: rng.permutation(np.flatnonzero(self._held[l])).astype(np.int32) for l in layers}
-        while True:
-            for l in layers:
-                if at[l] + self._K > len(orders[l]):
-                    at[l] = 0
-                yield l, orders[l][at[l] : at[l] + self._K]
-                at[l] += self._K
 
     # ---- one side
 
@@ -166,6 +154,19 @@ class ShareProbe:
         both = self._bytes / (cpu_us * slower) / 1e3 + self._bytes / max(took(), link_us) / 1e3
         both = max(both, self._bytes / min(cpu_us, link_us) / 1e3)  # memory has given that to one side alone
         return SplitCosts((cpu_us,), self._bytes, self._bytes / link_us / 1e3, memory_gbps=both)
+
+
+def _turns(held: np.ndarray, K: int, rng: np.random.Generator) -> Iterator[tuple[int, np.ndarray]]:
+    """(layer, K of its experts in RAM) for ever: layers in turn, all experts before any again. held (L, E) bool."""
+    layers = np.flatnonzero(held.sum(axis=1) >= K).tolist()
+    at = dict.fromkeys(layers, 0)
+    orders = {l: rng.permutation(np.flatnonzero(held[l])).astype(np.int32) for l in layers}
+    while True:
+        for l in layers:
+            if at[l] + K > len(orders[l]):
+                at[l] = 0
+            yield l, orders[l][at[l] : at[l] + K]
+            at[l] += K
 
 
 def _usual(us: list[float]) -> float:

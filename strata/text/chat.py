@@ -11,6 +11,7 @@ import difflib
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -120,7 +121,7 @@ class ChatTemplate:
         thinking: bool | None = None,
         reasoning_effort: str | None = None,
         add_generation_prompt: bool = True,
-        **extra: Any,
+        extra: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """The prompt text of a conversation.
 
@@ -128,24 +129,24 @@ class ChatTemplate:
                   tool_calls, tool_call_id and further keys as the template reads them
         tools     OpenAI form: {"type": "function", "function": {"name": ..., "parameters": JSON schema}}
         thinking, reasoning_effort   handed on as `enable_thinking` and `reasoning_effort` unless None
-        extra     further template variables
+        extra     further template variables, none of which the others give
 
         Raises BadArgument naming index and field, and TemplateError for what the template itself refuses.
         """
         variables = {
             "messages": checked_messages(messages),
             "tools": checked_tools(tools),
-            "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
         if thinking is not None:
             need(isinstance(thinking, bool), "thinking must be True, False or None", found=repr(thinking))
-            need("enable_thinking" not in extra, "thinking is given twice", found="thinking and enable_thinking")
             variables["enable_thinking"] = thinking
         if reasoning_effort is not None:
             variables["reasoning_effort"] = reasoning_effort
+        twice = sorted(variables.keys() & extra.keys())
+        need(not twice, "template variables are given twice", found=", ".join(twice), needed="other names")
         try:
-            return self._template.render(**{**self._tokens, **variables, **extra})
+            return self._template.render(**{**self._tokens, "documents": None, **variables, **extra})
         except _Refused as error:
             raise TemplateError(f"the chat template refused the messages: {error.message}") from error
         except Exception as error:  # a template is a program: it may fail in any way
