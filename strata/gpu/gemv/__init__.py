@@ -41,7 +41,7 @@ SPLIT_MOST_ROWS = 6144
 MMA_UNITS = {"Q4_K": 256, "IQ4_NL": 128}
 """Formats whose products of two columns and more have a kernel for tensor cores; a row is a multiple of that."""
 MMA_FROM = 7
-"""Fewest rows of a window for it: with four it is 5 % slower than dp4a, with eight 5 % faster."""
+"""Fewest rows of a window for it: with four it is 5 % slower than dp4a, with eight 5 % faster, between not timed."""
 MMA_MOST = 5120
 """Most values of a row: four columns must fit beside what is on its way."""
 MMA_TILES = 2
