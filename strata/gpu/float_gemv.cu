@@ -56,13 +56,15 @@ float_gemv(const float *x, int K, int n_x, MATRICES) {
 #pragma unroll
         for (int j = 0; j < 8; j++) acc[c][j] = 0.f;
     if (8 * t < lanes) chains_of<8, T>(m.kind, m.w, m.row, x + (size_t)first * K, left, K, 8 * t, lanes, acc);
+    // All lanes have all sums: lane c stores column c.
 #pragma unroll
-    for (int c = 0; c < T; c++) {
-        float s = add32(tree_of_eights(acc[c]), 0.f);
-        if (t == 0 && c < left) {
-            store(m, first + c, s, error, where);
-            if (streams) add_branch({streams, branch, strength, D}, first + c, m.row, m.rows);
-        }
+    for (int c = 0; c < T; c++) acc[c][0] = add32(tree_of_eights(acc[c]), 0.f);
+    float mine = acc[0][0];
+#pragma unroll
+    for (int c = 1; c < T; c++) mine = t == c ? acc[c][0] : mine;
+    if (t < T && t < left) {
+        store(m, first + t, mine, error, where);
+        if (streams) add_branch({streams, branch, strength, D}, first + t, m.row, m.rows);
     }
 }
 
@@ -96,6 +98,7 @@ STARTS_EARLY KERNEL(128) float_gemv_long(const float *x, int K, int n_x, MATRICE
         for (int c = 0; c < T; c++) *(float2 *)&halves[c][2 * (t - 32)] = make_float2(acc[c][0], acc[c][1]);
     __syncthreads();
     if (t >= 32) return;
+    float mine = 0.f;  // of column t, as above
 #pragma unroll
     for (int c = 0; c < T; c++) {
         float a = add32(acc[c][0], halves[c][2 * t]), b = add32(acc[c][1], halves[c][2 * t + 1]);
@@ -105,8 +108,9 @@ STARTS_EARLY KERNEL(128) float_gemv_long(const float *x, int K, int n_x, MATRICE
             b = add32(b, __shfl_xor_sync(ALL_LANES, b, half));
         }
         float s = add32(add32(a, b), 0.f);
-        if (t == 0 && c < left) store(m, first + c, s, error, where);
+        mine = t == c ? s : mine;
     }
+    if (t < T && t < left) store(m, first + t, mine, error, where);
 }
 
 // Experts: entry blockIdx.y is matrix number ids[entry] times row entry / per_row of x. y (entries, rows). Grid: (rows / 8,

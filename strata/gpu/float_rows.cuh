@@ -41,14 +41,15 @@ DEVICE void chains(const u8 *row, const float *x, int n_x, int K, int first, int
         weights_at<KIND, N>(row, i, w);
 #pragma unroll
         for (int c = 0; c < T; c++) {
-            const float *p = x + (size_t)(c < n_x ? c : n_x - 1) * K + i;
+            int column = c < n_x ? c : n_x - 1;
             if (N == 8) {
+                const float *p = x + (u32)(column * K + i);  // 32 bits: registers are short
                 float4 a = *(const float4 *)p, b = *(const float4 *)(p + 4);
                 float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
                 for (int j = 0; j < N; j++) acc[c][j] = fma32(w[j], v[j], acc[c][j]);
             } else {
-                float2 a = *(const float2 *)p;
+                float2 a = *(const float2 *)(x + (size_t)column * K + i);
                 acc[c][0] = fma32(w[0], a.x, acc[c][0]);
                 acc[c][1] = fma32(w[1], a.y, acc[c][1]);
             }

@@ -74,18 +74,16 @@ DEVICE void append_head(const AppendOf &a, int head, int t, const i64 *pos, cons
     if (head >= H + 2 * Hkv) return;
     i64 position = *pos + t;
     const float *angles = rope + position * rotary;
-    bool fine;
-    if (head < H) {
-        fine = norm_rotate(a.q_gate + ((size_t)t * H + head) * 2 * dh, a.q_norm, a.q_out + ((size_t)t * H + head) * dh, dh, eps,
-                           angles, rotary);
-    } else if (head < H + Hkv) {
-        int h = head - H;
-        norm_rotate(a.k_in + ((size_t)t * Hkv + h) * dh, a.k_norm, row, dh, eps, angles, rotary);
-        fine = store_head(*a.k_slot, a.k_scales_slot ? *a.k_scales_slot : nullptr, position * Hkv + h, row, dh);
-    } else {
-        int h = head - H - Hkv;
-        fine = store_head(*a.v_slot, a.v_scales_slot ? *a.v_scales_slot : nullptr, position * Hkv + h,
-                          a.v_in + ((size_t)t * Hkv + h) * dh, dh);
+    // Each function has one place in the code for all kinds of heads: small kernels wait for their instructions too.
+    bool query = head < H, value = head >= H + Hkv, fine = true;
+    int h = query ? head : value ? head - H - Hkv : head - H;
+    size_t at = (size_t)t * (query ? H : Hkv) + h;
+    const float *x = query ? a.q_gate + at * 2 * dh : (value ? a.v_in : a.k_in) + at * dh;
+    if (!value) fine = norm_rotate(x, query ? a.q_norm : a.k_norm, query ? a.q_out + at * dh : row, dh, eps, angles, rotary);
+    if (!query) {
+        u16 *const *scales_slot = value ? a.v_scales_slot : a.k_scales_slot;
+        fine = store_head(value ? *a.v_slot : *a.k_slot, scales_slot ? *scales_slot : nullptr, position * Hkv + h,
+                          value ? x : row, dh);
     }
     if (!fine && (threadIdx.x & 31) == 0) report(error, where, NOT_FINITE, t);
 }
@@ -97,6 +95,36 @@ struct IndexOf {
     int heads, dim, block, ring_rows, keep_raw;
 };
 
+// The mean of raw keys start .. position: those from `first` on are new, the others lie in the ring. By one warp.
+DEVICE void mean_key(const IndexOf &a, i64 start, i64 first, i64 position, float *mean) {
+    int dim = a.dim, lane = threadIdx.x & 31;
+    const float *ring = *a.ring_slot;
+    for (int base = lane; base < dim; base += 32 * AT_ONCE) {
+        float sum[AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) sum[j] = 0.f;
+        for (i64 from = start; from <= position; from += AT_ONCE) {
+            float key[AT_ONCE][AT_ONCE];
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; k++) {
+                i64 cell = from + k <= position ? from + k : position;
+                const float *x = ring + (size_t)((int)cell % a.ring_rows) * dim;
+                if (cell >= first) x = a.ik + (size_t)(cell - first) * dim;
+#pragma unroll
+                for (int j = 0; j < AT_ONCE; j++) key[k][j] = base + 32 * j < dim ? x[base + 32 * j] : 0.f;
+            }
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; k++)
+#pragma unroll
+                for (int j = 0; j < AT_ONCE; j++) sum[j] = from + k <= position ? add32(sum[j], key[k][j]) : sum[j];
+        }
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++)
+            if (base + 32 * j < dim) mean[base + 32 * j] = div32(sum[j], i32_f32(a.block));
+    }
+    __syncwarp();
+}
+
 // Task `task` of row t, by one warp: a head of iq (in place), then the pooled key of a block that ends here, then the raw key,
 // which goes into the ring if `keep_raw` (T is then small enough that no row's ring entry is one that another reads). mean:
 // dim floats in shared memory.
@@ -107,37 +135,17 @@ DEVICE void index_task(const IndexOf &a, int task, int t, const i64 *pos, const 
     float *ring = *a.ring_slot;
     i64 first = *pos, position = first + t;
     bool fine = true;
-    if (task < heads) {
-        float *q = a.iq + ((size_t)t * heads + task) * dim;
-        fine = norm_rotate(q, a.q_norm, q, dim, eps, rope + position * rotary, rotary);
-    } else if (task == heads) {
-        if (((int)position + 1) % block) return;
-        i64 start = position + 1 - block;
-        for (int base = lane; base < dim; base += 32 * AT_ONCE) {
-            float sum[AT_ONCE];
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; j++) sum[j] = 0.f;
-            for (i64 from = start; from <= position; from += AT_ONCE) {
-                float key[AT_ONCE][AT_ONCE];
-#pragma unroll
-                for (int k = 0; k < AT_ONCE; k++) {
-                    i64 cell = from + k <= position ? from + k : position;
-                    const float *x = ring + (size_t)((int)cell % ring_rows) * dim;
-                    if (cell >= first) x = a.ik + (size_t)(cell - first) * dim;
-#pragma unroll
-                    for (int j = 0; j < AT_ONCE; j++) key[k][j] = base + 32 * j < dim ? x[base + 32 * j] : 0.f;
-                }
-#pragma unroll
-                for (int k = 0; k < AT_ONCE; k++)
-#pragma unroll
-                    for (int j = 0; j < AT_ONCE; j++) sum[j] = from + k <= position ? add32(sum[j], key[k][j]) : sum[j];
-            }
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; j++)
-                if (base + 32 * j < dim) mean[base + 32 * j] = div32(sum[j], i32_f32(block));
+    if (task <= heads) {
+        float *x = a.iq + ((size_t)t * heads + task) * dim, *out = x;
+        i64 place = position;
+        if (task == heads) {
+            if (((int)position + 1) % block) return;
+            place = position + 1 - block;
+            x = mean, out = *a.keys_slot + (size_t)((int)place / block) * dim;
+            mean_key(a, place, first, position, mean);
         }
-        __syncwarp();
-        fine = norm_rotate(mean, a.k_norm, *a.keys_slot + (size_t)((int)start / block) * dim, dim, eps, rope + start * rotary, rotary);
+        const float *norm = task == heads ? a.k_norm : a.q_norm;
+        fine = norm_rotate(x, norm, out, dim, eps, rope + place * rotary, rotary);
     } else {
         float *entry = ring + (size_t)((int)position % ring_rows) * dim;
         for (int base = lane; base < dim; base += 32 * AT_ONCE) {

@@ -11,11 +11,13 @@ from strata.gpu.qsa_append import KvSlots
 
 HEADS_A_BLOCK = (1, 2, 3, 6, 12)
 """Instances: query heads of one KV head that a block serves together; larger groups are split."""
+FEWER = (1, 3, 12)
+"""The same for heads of other sizes than FULL_HEAD, which no release has: fewer to compile."""
 
 BLOCKS_WANTED = 256
 """Groups of heads are split further, down to single heads, until a launch has that many blocks."""
 
-SOURCE = Source("qsa_attend.cu", (*(f"qsa_tiles<{g}>" for g in HEADS_A_BLOCK), "qsa_merge"))
+SOURCE = Source("qsa_attend.cu", (*(f"qsa_tiles<{g}>" for g in FEWER), "qsa_merge"))
 FULL = Source("qsa_tiles.cu", tuple(f"qsa_tiles_256<{g}, {b}>" for g in HEADS_A_BLOCK for b in ("false", "true")))
 FULL_HEAD = 256
 """Values of a head that have tiles of their own."""
@@ -76,12 +78,13 @@ def attend_rows(
     splits = -(-group // HEADS_A_BLOCK[-1])
     while splits < group and tiles * Hkv * splits * rows < BLOCKS_WANTED:
         splits += 1
-    heads = next(g for g in HEADS_A_BLOCK if g >= -(-group // splits))
+    full = full and dh == FULL_HEAD
+    heads = next(g for g in (HEADS_A_BLOCK if full else FEWER) if g >= -(-group // splits))
     args = (pointer(q), pointer(position), pointer(cells.k), pointer(cells.k_scales), pointer(cells.v),
             pointer(cells.v_scales), pointer(blocks), pointer(first), pointer(parts), i32(H), i32(Hkv))  # fmt: skip
     rest = (i32(block), i32(budget), i32(splits), i32(tiles), scale, pointer(error), where)
     grid, queries_bytes = (tiles, Hkv * splits, rows), 4 * heads * (dh + TILE)
-    if full and dh == FULL_HEAD:
+    if full:
         int8 = cells.k_scales != 0
         kernel = f"qsa_tiles_256<{heads}, {'true' if int8 else 'false'}>"
         values_bytes = TILE * (2 * dh + (8 if int8 else 0))

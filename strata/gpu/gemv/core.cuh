@@ -278,8 +278,8 @@ DEVICE void multiply_by(const u8 *const (&block)[R], int K, A ahead, X inputs, c
         if (i < chunks)
 #pragma unroll
             for (int r = 0; r < R; r++) ring[i][r].load(block[r] + i * Raw::CHUNK, row, q);
-    // Short rows: with one column, what is left behind the chunks is on its way from the start too.
-    const bool REST = E * P > 1 && T == 1 && DEPTH > 0;
+    // Short rows of small blocks: with one column, what is left behind the chunks is on its way from the start too.
+    const bool REST = P > 1 && T == 1 && DEPTH > 0;
     int left = blocks - chunks * E * P, n_rest = REST ? min(left, (int)P) : 0;
     Raw rest[REST ? R : 1];
     if (REST && q * P / 8 < n_rest)

@@ -80,7 +80,6 @@ huge(const u8 *weights, int columns, const i8 *codes, const float *scales, const
     wait_for_inputs();
     Quantised x = {codes, scales, sums};
     int from = blockIdx.x * M, n = min(columns - from, M);
-    if (M == 1 || n == 1) huge_rows<F, 1, M, HOW>(block, x, from, n, y, y_stride, first, rows, K, area, ring);
-    else if (n == 2) huge_rows<F, M == 1 ? 1 : 2, M, HOW>(block, x, from, n, y, y_stride, first, rows, K, area, ring);
+    if (n <= 2) huge_rows<F, M == 1 ? 1 : 2, M, HOW>(block, x, from, n, y, y_stride, first, rows, K, area, ring);
     else huge_rows<F, M, M, HOW>(block, x, from, n, y, y_stride, first, rows, K, area, ring);
 }

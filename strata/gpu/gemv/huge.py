@@ -20,7 +20,7 @@ def _source(file: str, *formats: str) -> Source:
     return Source(f"gemv/{file}.cu", tuple(f"huge<{f}, {M}>" for f in formats for M in (1, 4)))
 
 
-K_QUANTS = _source("huge_k", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+K_QUANTS = _source("huge_k", "Q4_K", "Q5_K", "Q6_K")
 SMALL = _source("huge_small", "Q8_0", "IQ4_NL", "IQ4_XS")
 HUGE = {i.partition("<")[2].partition(",")[0]: s for s in (K_QUANTS, SMALL) for i in s.instances}
 """Their sources by format: those of heads of releases."""

@@ -110,15 +110,16 @@ template <int T, int ROW_LANES = 8>
 DEVICE void finish_hidden(const float (&out)[2][T], const int (&entry)[T], int n, int expert, int width,
                           const Hidden &h, float (*columns)[32]) {
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    // All lanes of a row have all columns: lane t of them finishes column t, so that the function is there once.
+    int column = lane % ROW_LANES;
+    float a = out[0][0], b = out[1][0];
 #pragma unroll
-    for (int t = 0; t < T; t++) {
-        float a = out[0][t], b = out[1][t];
-        if (h.factors) {
-            a = mul32(a, h.factors[expert]);
-            b = mul32(b, h.factors[h.experts + expert]);
-        }
-        if (lane % ROW_LANES == t) columns[t][32 / ROW_LANES * warp + lane / ROW_LANES] = swiglu32(a, b);
+    for (int t = 1; t < T; t++) a = column == t ? out[0][t] : a, b = column == t ? out[1][t] : b;
+    if (h.factors) {
+        a = mul32(a, h.factors[expert]);
+        b = mul32(b, h.factors[h.experts + expert]);
     }
+    if (column < T) columns[column][32 / ROW_LANES * warp + lane / ROW_LANES] = swiglu32(a, b);
     __syncthreads();
     int mine = entry[0];
 #pragma unroll
@@ -244,11 +245,13 @@ product(const u8 *weights, const u8 *up, const u64 *addresses, int part, i64 str
     }
     Quantised x = {codes, scales, sums};
     Hidden h = {up, h_codes, h_scales, h_sums, factors, experts, error, where};
+    // With a grid most of the work is unpacking: two columns take the code of M, but for IQ1, which then spills on sm_86.
+    const bool PAIRS = F::ENTRIES == 0 || F::ENTRIES > 1024;
     int n = __popc(g.have);
     if (M == 1 || n == 1)
         rows_of_block<F, 1, M>(weights, !ids, g, x, share, table, y, y_stride, rows, K, h, hidden, area);
-    else if (n == 2)
-        rows_of_block<F, M == 1 ? 1 : 2, M>(weights, !ids, g, x, share, table, y, y_stride, rows, K, h, hidden, area);
+    else if (PAIRS && n == 2)
+        rows_of_block<F, M == 1 ? 1 : PAIRS ? 2 : M, M>(weights, !ids, g, x, share, table, y, y_stride, rows, K, h, hidden, area);
     else
         rows_of_block<F, M, M>(weights, !ids, g, x, share, table, y, y_stride, rows, K, h, hidden, area);
 }

@@ -52,14 +52,13 @@ DEVICE void rows_by_mma(MmaRing<F, HOW> &ring, const MmaBlocks &block_of, int un
     Mma<F>::template bring<T>(columns_of(x, entry, share, K), K, near);
     __syncthreads();
     float out[2][T];
-    if (h.codes) {
-        ring.template multiply<T>(0, ring.steps, block_of, near, out);
-        finish_hidden<T, 4>(out, entry, n, g.expert, rows, h, columns);
-        return;
-    }
 #pragma unroll 1
     for (int u = 0; u < units; u++) {
         ring.template multiply<T>(u, units * ring.steps, block_of, near, out);
+        if (h.codes) {  // one unit in every warp
+            finish_hidden<T, 4>(out, entry, n, g.expert, rows, h, columns);
+            return;
+        }
         // Thread t of four stores column t.
         int mine = lane & 3, row = first + 16 * u + (lane >> 2), at = entry[0];
         float front = out[0][0], back = out[1][0];
