@@ -60,7 +60,7 @@ class LayerBench:
     """A layer of ten routed experts and the shared one, in memory. Use as a context manager."""
 
     def __init__(self, types: str, tier: int, n_bytes: int):
-        self.spec, self.tier = layer_spec(types, n_bytes), tier
+        self.types, self.spec, self.tier = types, layer_spec(types, n_bytes), tier
         self.geometry = geometry_of(self.spec)
         self._model = memory_model(self.spec)
         self._gguf = GgufFile(self._model.__enter__())
@@ -75,6 +75,13 @@ class LayerBench:
         del self.weights, self.tensors
         self._gguf.close()
         self._model.__exit__(None, None, None)
+
+    @property
+    def pass_bytes(self) -> int:
+        """Weights of a layer for each set, the shared expert's every time."""
+        names = [f"blk.0.ffn_{part}_{{}}.weight" for part in ("gate", "up", "down")]
+        routed, shared = (sum(self.tensors.info(n.format(which)).n_bytes for n in names) for which in ("exps", "shexp"))
+        return routed + shared * len(self.sets)
 
     def layer(self, R: int, pool: Pool) -> Layer:
         return Layer(self, R, pool)
@@ -142,7 +149,7 @@ class Layer:
         arrays = self._memory.arrays
         arrays["u"][:] = np.random.default_rng(2).standard_normal(arrays["u"].shape)
         arrays["moe.weights"][:] = 0.1
-        self.ids = arrays["moe.ids"]
+        self.ids, self.y = arrays["moe.ids"], arrays["y"]
         self.walk.freeze()
         steps = self.walk.step_words
         self._layers = WalkList(self._error.ctypes.data)

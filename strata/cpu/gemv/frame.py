@@ -13,14 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from strata.cpu.gemv.prefetch import FAR, HINTS, NEAR, Prefetch, emit_prefetch
 from strata.cpu.simd import Simd, Value, f32, i64, vector
-
-PREFETCH_BYTES = 4096
-"""How far ahead of its use a cache line is asked for: the hardware's own prefetcher stops at pages."""
-
-HINT_BYTES, HINT_STEPS = 2048, 4
-"""How far ahead, and in every how many steps, a hint is given: a prefetch of one line into the second cache. The lines
-between are fetched by the processor, which hints lead over the ends of pages."""
 
 N_ARGS = 7
 """Arguments of a kernel: w, w_stride, n_rows, act, K, out, out_stride."""
@@ -77,6 +71,7 @@ class Step:
     multiply(s, weights, x, part, lanes)   adds to the lanes; x: pointer to the record's step
     lowest          +1 or -1: the format has minima, which are added or subtracted; 0: it has none
     asks            a kernel of one activation row prefetches every line; those of several always do
+    far             it does so, and far ahead
     hints           if it does not ask, it gives hints
     """
 
@@ -89,20 +84,32 @@ class Step:
     parts: int = 1
     lowest: int = 0
     asks: bool = True
+    far: bool = False
     hints: bool = False
 
     @property
     def bytes(self) -> int:
         return self.blocks * self.block_bytes
 
+    def prefetch(self, R: int) -> Prefetch:
+        """What a kernel of R activation rows asks for at a step."""
+        if self.far and R == 1:
+            return FAR
+        if self.asks or R > 1:
+            return NEAR
+        return HINTS if self.hints else ()
+
 
 def _log2(n: int) -> int:
     return n.bit_length() - 1
 
 
-def emit_product(s: Simd, step: Step, tier: int, R: int) -> None:
-    """The body of a kernel (w, w_stride, n_rows, act, K, out, out_stride) for R activation rows."""
-    b = s.b
+def emit_product(s: Simd, step: Step, tier: int, R: int, prefetch: Prefetch | None = None) -> None:
+    """The body of a kernel (w, w_stride, n_rows, act, K, out, out_stride) for R activation rows.
+
+    prefetch  to ask for at every step; None: what the step says
+    """
+    b, prefetch = s.b, step.prefetch(R) if prefetch is None else prefetch
     w, w_stride, n_rows, act, K, out, out_stride = s.args
     w, out = s.pointer(w), s.pointer(out)
     full = b.lshr(K, s.const(i64, _log2(step.values)))
@@ -125,13 +132,7 @@ def emit_product(s: Simd, step: Step, tier: int, R: int) -> None:
         for r in range(R):
             lanes[r].clear()
         with s.loop(full) as u:
-            if step.asks or R > 1:
-                for line in range(0, step.bytes, 64):
-                    s.prefetch(s.at(row, s.times(u, step.bytes)), PREFETCH_BYTES + line)
-            elif step.hints:
-                due = b.icmp_unsigned("==", b.and_(u, s.const(i64, HINT_STEPS - 1)), s.const(i64, 0))
-                with b.if_then(due):
-                    s.prefetch(s.at(row, s.times(u, step.bytes)), HINT_BYTES, level=2)
+            emit_prefetch(s, prefetch, s.at(row, s.times(u, step.bytes)), u, step.bytes)
             take(row, u, None)
         if step.blocks > 1:
             with b.if_then(b.icmp_unsigned("!=", left, s.const(i64, 0))):

@@ -10,6 +10,7 @@ from functools import cache
 
 from strata.base.compiled import CFunction
 from strata.cpu.gemv.frame import N_ARGS, Lanes, Step, emit_product
+from strata.cpu.gemv.prefetch import prefetch_of, suffix_of
 from strata.cpu.gemv.records import SCALE_BYTES, records_for
 from strata.cpu.gemv.small import SMALL, Small, bytes_of, e4m3_scales, e8m0_scales, nibbles, twos
 from strata.cpu.simd import Simd, Value, f32, i8, i16, i32, i64, kernel_intrinsic, vector
@@ -127,20 +128,20 @@ def _step_of(name: str) -> Step:
     return _q8_0_step() if name == "Q8_0" else _step(SMALL[name])
 
 
-def _emit(s: Simd, name: str, R: int) -> None:
-    emit_product(s, _step_of(name), TIER, R)
+def _emit(s: Simd, name: str, R: int, asked: str) -> None:
+    emit_product(s, _step_of(name), TIER, R, prefetch_of(asked) if asked else None)
 
 
 _product = kernel_intrinsic("small256", _emit, N_ARGS)
 
 
-def kernel(name: str, R: int) -> CFunction:
-    """The kernel of a format for R activation rows, as `gemv.table` describes it."""
+def kernel(name: str, R: int, asked: str = "") -> CFunction:
+    """The kernel of a format for R activation rows, as `gemv.table` describes it. asked: text of other prefetches."""
 
     def product(w, w_stride, n_rows, act, K, out, out_stride):
-        _product(name, R, w, w_stride, n_rows, act, K, out, out_stride)
+        _product(name, R, asked, w, w_stride, n_rows, act, K, out, out_stride)
 
-    product.__qualname__ = f"{name}_{R}_rows_256"
+    product.__qualname__ = f"{name}_{R}_rows_256{suffix_of(asked)}"
     return CFunction(product, N_ARGS)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from strata.cpu.gemv.frame import Lanes, Step
+from strata.cpu.gemv.prefetch import asks_far
 from strata.cpu.gemv.records256 import K2, K4, K6, PAIRS_2K, PAIRS_6K, STEP, SUMS_16, SUMS_32, Arrangement
 from strata.cpu.gemv.super_parts import halves_at, times_x
 from strata.cpu.simd import Simd, Value, i8, i16, i32, vector
@@ -198,7 +199,7 @@ def _multiplier(arrangement: Arrangement, pairs_at: int):
 STEPS: dict[str, Step] = {
     "Q2_K": Step(STEP, 1, 84, K2.step_bytes, _unpack_q2, _multiply_q2, lowest=-1),
     "Q3_K": Step(STEP, 1, 110, K2.step_bytes, _unpack_q3, _multiplier(K2, PAIRS_2K)),
-    "Q4_K": Step(STEP, 1, 144, K4.step_bytes, _unpack_q4, _multiply_k4, lowest=-1),
-    "Q5_K": Step(STEP, 1, 176, K4.step_bytes, _unpack_q5, _multiply_k4, lowest=-1),
+    "Q4_K": Step(STEP, 1, 144, K4.step_bytes, _unpack_q4, _multiply_k4, lowest=-1, far=asks_far("Q4_K")),
+    "Q5_K": Step(STEP, 1, 176, K4.step_bytes, _unpack_q5, _multiply_k4, lowest=-1, far=asks_far("Q5_K")),
     "Q6_K": Step(STEP, 1, 210, K6.step_bytes, _unpack_q6, _multiplier(K6, PAIRS_6K)),
 }

@@ -7,6 +7,7 @@ of a run are ready before its sub-scale comes: one multiplication of int32 lanes
 from __future__ import annotations
 
 from strata.cpu.gemv.frame import Lanes, Step
+from strata.cpu.gemv.prefetch import asks_far
 from strata.cpu.gemv.records256 import LANE_SUMS, STEP, XS, XS_BIAS
 from strata.cpu.gemv.super_parts import halves_at, times_x
 from strata.cpu.simd import Simd, Value, i8, i32, i64, vector
@@ -41,4 +42,4 @@ def _multiply(s: Simd, unpacked: tuple, x: Value, part: int, lanes: Lanes) -> No
     lanes.add(0, total, s.pick(times_x(s, halves, x, XS.scale_at), [0] * 16))
 
 
-STEPS: dict[str, Step] = {"IQ4_XS": Step(STEP, 1, 136, XS.step_bytes, _unpack, _multiply)}
+STEPS: dict[str, Step] = {"IQ4_XS": Step(STEP, 1, 136, XS.step_bytes, _unpack, _multiply, far=asks_far("IQ4_XS"))}

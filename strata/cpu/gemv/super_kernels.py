@@ -7,6 +7,7 @@ from functools import cache
 from strata.base.compiled import CFunction
 from strata.cpu.gemv import super256_grid, super256_k, super512_far, super512_grid, super512_k, super512_xs
 from strata.cpu.gemv.frame import N_ARGS, Step, emit_product
+from strata.cpu.gemv.prefetch import prefetch_of, suffix_of
 from strata.cpu.gemv.records256 import BYTES, K2, K4, K6, WORDS, XS, Arrangement
 from strata.cpu.simd import Simd, kernel_intrinsic
 
@@ -27,22 +28,24 @@ def arrangement_of(name: str, tier: int) -> Arrangement:
     return _SCALED[name] if name in _SCALED else {512: BYTES, 256: WORDS}[tier]
 
 
-def _emit(s: Simd, name: str, R: int, tier: int) -> None:
+def _emit(s: Simd, name: str, R: int, tier: int, asked: str) -> None:
+    prefetch = prefetch_of(asked) if asked else None
     if tier == 512 and name in super512_far.FORMATS:
-        super512_far.emit_far(s, name, R)
+        super512_far.emit_far(s, name, R, prefetch)
     else:
-        emit_product(s, _STEPS[tier][name], tier, R)
+        emit_product(s, _STEPS[tier][name], tier, R, prefetch)
 
 
 _super_product = kernel_intrinsic("super_product", _emit, n_args=N_ARGS)
 
 
 @cache
-def super_kernel(name: str, R: int, tier: int) -> CFunction:
-    """The kernel of a format for R activation rows in the tier 512 or 256, not yet compiled."""
+def super_kernel(name: str, R: int, asked: str = "", *, tier: int) -> CFunction:
+    """The kernel of a format for R activation rows in the tier 512 or 256, not yet compiled. asked: text of other
+    prefetches."""
 
     def product(w, w_stride, n_rows, act, K, out, out_stride):
-        _super_product(name, R, tier, w, w_stride, n_rows, act, K, out, out_stride)
+        _super_product(name, R, tier, asked, w, w_stride, n_rows, act, K, out, out_stride)
 
-    product.__qualname__ = f"super_{name}_{R}_{tier}"
+    product.__qualname__ = f"super_{name}_{R}_{tier}{suffix_of(asked)}"
     return CFunction(product, N_ARGS)

@@ -49,6 +49,7 @@ from strata.cpu.gemv import (
 )
 from strata.cpu.gemv.activations import quantise_p32, quantise_p256, swiglu_rows
 from strata.cpu.gemv.portable import QUANTISED
+from strata.cpu.gemv.prefetch import Prefetch, text_of
 from strata.cpu.gemv.rows import MOST_ROWS, record_bytes
 from strata.cpu.tiers import PORTABLE, available_tiers, best_tier
 from strata.cpu.tiers import TIERS as ALL_TIERS
@@ -159,16 +160,26 @@ def _checked(format: BlockFormat, tier: int | None) -> int:
 
 
 @cache
-def _function(format: BlockFormat, R: int, tier: int) -> CFunction:
-    return _entry(format, tier)[0](R)
+def _function(format: BlockFormat, R: int, tier: int, *asked: str) -> CFunction:
+    return _entry(format, tier)[0](R, *asked)
 
 
-def kernel_function(format: BlockFormat, R: int, tier: int | None = None) -> CFunction:
-    """The kernel of `format` for exactly R activation rows, 1 <= R <= MOST_ROWS, not yet compiled."""
+def kernel_function(
+    format: BlockFormat, R: int, tier: int | None = None, prefetch: Prefetch | None = None
+) -> CFunction:
+    """The kernel of `format` for exactly R activation rows, 1 <= R <= MOST_ROWS, not yet compiled.
+
+    prefetch  other than the kernel's own choice, to be measured; quantised formats in the tiers 512 and 256 take one
+    """
     tier = _checked(format, tier)
     if not 1 <= R <= MOST_ROWS:
         raise BadArgument("a kernel takes 1 to 4 rows", found=R, advice="run more rows as 4 and the rest")
-    return _function(format, R, tier)
+    if prefetch is None:
+        return _function(format, R, tier)
+    if tier == PORTABLE or format.activation == "float":
+        raise BadArgument("the prefetches of the kernel cannot be chosen", found=f"{format.name} in tier {tier}",
+                          needed="a quantised format in tier 512 or 256")  # fmt: skip
+    return _function(format, R, tier, text_of(prefetch))
 
 
 def kernel(format: BlockFormat, R: int, tier: int | None = None) -> int:
