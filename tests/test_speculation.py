@@ -65,7 +65,8 @@ def test_while_nothing_is_drafted_most_rounds_are_not_asked_about(model, plain, 
     assert answer.drafts["windows"] == 200 and answer.drafts["windows_by_committed"][0] == 200
     lookup = session._state.speculator.lookup
     assert lookup._tokens[: lookup._n].tolist() == [*prompt.tolist(), *answer.tokens]
-    assert session._state.speculator.total.committed == {1: 200}
+    total = session._state.speculator.total
+    assert (total.committed, total.rested) == ({1: 8}, 192) and total.summary()["windows_by_committed"][0] == 200
 
 
 def test_asking_begins_again_with_the_next_answer_and_after_a_draft(model, plain, text, prompt):

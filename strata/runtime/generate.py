@@ -161,7 +161,8 @@ class Generation:
             self.read_prompt()
         began = time.perf_counter()
         session, speculator = self.session, self.speculator
-        proposed = NOTHING if speculator is None else speculator.propose(self._pending, self.left - 1)
+        resting = speculator is None or speculator.rest > 0
+        proposed = NOTHING if resting else speculator.propose(self._pending, self.left - 1)
         rows = np.array([self._pending, *proposed.tokens], np.int32)
         drafted_s = proposed.draft_ms / 1e3
         position = session.rows
@@ -183,7 +184,10 @@ class Generation:
         seconds = time.perf_counter() - began
         self.counts.decode_s += seconds
         if speculator is not None:
-            speculator.observe(proposed, (seconds - drafted_s) * 1e3, tokens[:kept], self.tally)
+            if resting:
+                speculator.rested(seconds, self.tally)
+            else:
+                speculator.observe(proposed, (seconds - drafted_s) * 1e3, tokens[:kept], self.tally)
             if self.done:
                 speculator.end(np.append(session.tokens, np.int32(self._pending)))
         sources = [*proposed.sources[: len(draws) - 1], None]

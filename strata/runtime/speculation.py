@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,12 +21,14 @@ from strata.spec.suffix import SuffixLookup
 @dataclass
 class Tally:
     """What drafting did. offered and accepted count verified drafts by (source, position in the window from 0);
-    committed counts windows by tokens committed; draft_ms is the drafters' time."""
+    committed counts windows by tokens committed, without the rested ones: those of one token that nobody was asked
+    about; draft_ms is the drafters' time."""
 
     offered: Counter = field(default_factory=Counter)
     accepted: Counter = field(default_factory=Counter)
     committed: Counter = field(default_factory=Counter)
     draft_ms: float = 0.0
+    rested: int = 0
 
     def window(self, sources: Sequence[str], n_committed: int, draft_ms: float) -> None:
         """Count a window: sources of the drafts in it, tokens that it committed."""
@@ -42,11 +44,13 @@ class Tally:
         for name in ("offered", "accepted", "committed"):
             getattr(self, name).update(dict(getattr(other, name)))
         self.draft_ms += other.draft_ms
+        self.rested += other.rested
 
     def summary(self) -> dict[str, Any]:
         """Plain numbers: windows, committed_per_window, windows_by_committed (index 0: one token), offered, accepted,
         draft_ms, and by_source: offered and accepted by position in the window."""
         committed, offered = dict(self.committed), dict(self.offered)
+        committed[1] = committed.get(1, 0) + self.rested
         windows = sum(committed.values())
         tokens = sum(n * count for n, count in committed.items())
         by_source: dict[str, dict[str, list[int]]] = {}
@@ -101,13 +105,11 @@ def _compile_lookup() -> None:
     lookup.truncate(1)
 
 
-@dataclass(frozen=True)
-class Proposed:
+class Proposed(NamedTuple):
     """A round's drafts: all that were made, and the tokens that go into the window with their sources.
 
     draft_ms   the drafter's time         asking_ms  lookup's and the policy's time
     late_ms    part of draft_ms that went into rows of earlier rounds without drafts
-    asked      whether the policy was asked at all
     """
 
     drafts: tuple[Draft, ...] = ()
@@ -117,12 +119,11 @@ class Proposed:
     draft_ms: float = 0.0
     asking_ms: float = 0.0
     late_ms: float = 0.0
-    asked: bool = True
 
 
-NOTHING = Proposed(asked=False)
+NOTHING = Proposed()
 
-ASKING_SHARE = 0.004
+ASKING_SHARE = 0.002
 """Part of the time that asking lookup and policy may take in stretches where they draft nothing."""
 
 LONGEST_REST = 64
@@ -143,6 +144,7 @@ class Speculator:
     beside a small one's, so it counts as a cost: the policy adds it to the time of windows with drafts, and while
     nothing is drafted, rounds are skipped, 1, 3, 7, ... at a time, until asking takes ASKING_SHARE of the time.
 
+    rest    rounds that are not asked about from here on, of one row each: `rested` takes them, `propose` all others
     total   what drafting did since the session's memory was made
     guard   a user's own drafter, or None: then the session's draft layer is used, if it has one
     """
@@ -152,14 +154,13 @@ class Speculator:
         _compile_lookup()
         self.lookup = SuffixLookup()
         self.total = Tally()
-        self._known = np.zeros(0, np.int32)
+        self._known, self._seen = np.zeros(0, np.int32), 0
         self._wake_up()
 
     def _wake_up(self) -> None:
-        self._last_rest = self._rest = 0  # rounds skipped last time, and still to skip
+        self._last_rest = self.rest = 0  # rounds to skip, as they were given and as they are left
+        self._rested_s = 0.0  # seconds of those that the policy was not told of
         self._fruitless = 0  # rounds in a row whose drafts were made in vain
-        self._skipped: list[int] = []  # tokens of rounds skipped
-        self._skipped_ms = 0.0
 
     def begin(self, prompt: np.ndarray) -> None:
         """A new prompt: the lookup goes back to what both have in common and follows."""
@@ -169,31 +170,42 @@ class Speculator:
         common = int(different[0]) if different.size else n
         self.lookup.truncate(common)
         self.lookup.extend(prompt[common:])
+        self._seen = len(prompt)  # tokens that the lookup holds
         self._known = prompt.copy()
 
     def end(self, tokens: np.ndarray) -> None:
         """The answer is over: prompt and answer, as far as the lookup knows them."""
-        self._learn_skipped()
+        self._learn_rested()
+        self.lookup.extend(tokens[self._seen :])
+        self._seen = len(tokens)
         self._known = tokens
 
-    def _learn_skipped(self) -> None:
-        if self._skipped:
-            self.policy.rested(len(self._skipped), self._skipped_ms)
-            self.lookup.extend(self._skipped)
-            self._skipped, self._skipped_ms = [], 0.0
+    def rested(self, seconds: float, tally: Tally) -> None:
+        """A round that was not asked about: one row, one token."""
+        self.rest -= 1
+        self._rested_s += seconds
+        tally.rested += 1
+        self.total.rested += 1
+
+    def _learn_rested(self) -> None:
+        if self._rested_s > 0.0:
+            self.policy.rested(self._last_rest - self.rest, self._rested_s * 1e3)
+            self._rested_s = 0.0
 
     def propose(self, pending: int, room: int) -> Proposed:
         """Drafts for the window that begins with `pending`; room: most drafts it may hold."""
-        if self._rest > 0:
-            self._rest -= 1
-            return NOTHING
         began = time.perf_counter()
-        self._learn_skipped()
+        self._learn_rested()
+        text = self.session.text(pending)
+        self.lookup.extend(text[self._seen :])
+        self._seen = len(text)
         room, mtp = min(room, MAX_DRAFTS), self.session.mtp
         stepwise = self.guard is None
         can = mtp is not None if stepwise else self.guard.disabled is None
         found = self.lookup.propose(room)
         choice = self.policy.choose(RoundFacts(room, can, stepwise, len(found.tokens), found.match_length))
+        if not (found.tokens or choice.n_drafts):
+            return Proposed(asking_ms=(time.perf_counter() - began) * 1e3)
         drafts = [Draft(found.tokens, None, "lookup", found.match_length)] if found.tokens else []
         tokens, sources = found.tokens[: choice.n_lookup], ("lookup",) * choice.n_lookup
         draft_ms = late_ms = 0.0
@@ -235,26 +247,18 @@ class Speculator:
 
     def observe(self, proposed: Proposed, ms: float, committed: list[int], tally: Tally) -> None:
         """Learn from a round: its milliseconds without the drafter's, and the tokens it committed."""
-        if not proposed.asked:  # one row, one token
-            tally.committed[1] += 1
-            self.total.committed[1] += 1
-            self._skipped += committed
-            self._skipped_ms += ms
-            return
         for counted in (tally, self.total):
             counted.window(proposed.sources, len(committed), proposed.draft_ms)
         began = time.perf_counter()
         self._fruitless = 0 if proposed.tokens else self._fruitless + (proposed.draft_ms > 0.0)
         idle = not proposed.tokens and (proposed.draft_ms == 0.0 or self._fruitless >= FRUITLESS)
-        self.lookup.extend(committed)
-        judging_ms = (time.perf_counter() - began) * 1e3
         self.policy.observe(
             Outcome(1 + len(proposed.tokens), max(ms - proposed.asking_ms, 1e-6), proposed.draft_ms - proposed.late_ms,
-                    committed, proposed.drafts, proposed.late_ms + proposed.asking_ms + judging_ms)
+                    committed, proposed.drafts, proposed.late_ms + proposed.asking_ms)
         )  # fmt: skip
         judging_ms = (time.perf_counter() - began) * 1e3
         self.policy.asking_ms = _follow(self.policy.asking_ms, judging_ms + proposed.asking_ms)
-        self._last_rest = self._rest = self._rest_after(self._last_rest) if idle else 0
+        self._last_rest = self.rest = self._rest_after(self._last_rest) if idle else 0
 
     def _rest_after(self, last: int) -> int:
         """Rounds to skip after one in which nothing was drafted."""

@@ -5,6 +5,7 @@ Everything is a running mean with a limited memory. Nothing here decides and not
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 
 from strata.base.geometry import WINDOW_ROWS
@@ -41,6 +42,19 @@ twice as many drafts were made in vain where code turned into text that nobody c
 TRUST = 0.9
 """Acceptance expected per unit of a drafter's own probability, before anything is known."""
 
+NO_DOUBT, MOST_DOUBT = -8.0, 1.0
+"""Least and most log odds that a drafter has lost the text. With more doubt to begin with, a change of text costs less
+and steady texts of middling acceptance cost more, where chance makes several drafts in a row fail."""
+
+CAUTION = -5.9
+"""Log odds at which doubt begins to shorten drafts: at an acceptance of 0.9 after one failure, at 0.7 after two."""
+
+WARINESS = 3.0
+"""Added to the log odds where the number of drafts is chosen: a wrong length costs less than drafts in vain."""
+
+LOST = 0.1
+"""Acceptance of the first draft where a drafter has lost the text."""
+
 MATCH_EDGES = (6, 12, 24)
 LOOKUP_PRIORS = (0.75, 0.88, 0.93, 0.96)
 CHAIN_PRIORS = (0.45, 0.65, 0.8, 0.9)
@@ -59,6 +73,9 @@ class Costs:
         self.last = [0] * (WINDOW_ROWS + 1)
         self._slow = [False] * (WINDOW_ROWS + 1)  # the last one was much slower than the mean
         self.longest = 0  # most rows measured
+        self._between: list[tuple[int, int, int, float]] = []
+        self._beyond: list[tuple[int, int, float]] = []
+        self._ends: tuple[int, int, float] = (1, 1, SHAPE[0])
 
     def observe(self, T: int, ms: float, round_index: int) -> None:
         """Take in one window. A stray slow one is ignored, unless the next of its size is slow as well."""
@@ -78,33 +95,38 @@ class Costs:
                         self.table[other] *= moved
         self.table[T] = mean
         self.n[T], self.last[T] = n + 1, round_index
-        self.longest = max(self.longest, T)
+        if n == 0:
+            self.longest = max(self.longest, T)
+            self._plan()
         self._fill()
+
+    def _plan(self) -> None:
+        """How the sizes that were never measured follow from those that were."""
+        seen = [T for T in range(1, WINDOW_ROWS + 1) if self.n[T]]
+        low, high = seen[0], seen[-1]
+        self._ends = low, high, SHAPE[high - 1] - SHAPE[low - 1] if low < high else SHAPE[low - 1]
+        self._between, self._beyond = [], []
+        for T in range(1, WINDOW_ROWS + 1):
+            if self.n[T]:
+                continue
+            if low < T < high:
+                below, above = max(t for t in seen if t < T), min(t for t in seen if t > T)
+                part = (SHAPE[T - 1] - SHAPE[below - 1]) / (SHAPE[above - 1] - SHAPE[below - 1])
+                self._between.append((T, below, above, part))
+            else:
+                end = low if T < low else high
+                self._beyond.append((T, end, SHAPE[T - 1] - SHAPE[end - 1]))
 
     def _fill(self) -> None:
         """Estimate the sizes that were never measured."""
-        n, table = self.n, self.table
-        seen = [T for T in range(1, WINDOW_ROWS + 1) if n[T]]
-        if len(seen) == WINDOW_ROWS:
-            return
-        low, high = seen[0], seen[-1]
-        if low == high:
-            slope = table[low] / SHAPE[low - 1]
-        else:
-            slope = max(0.0, (table[high] - table[low]) / (SHAPE[high - 1] - SHAPE[low - 1]))
-        below = above = low
-        for T in range(1, WINDOW_ROWS + 1):
-            if n[T]:
-                below = T
-                continue
-            above = next((s for s in seen if s > T), 0)
-            if T < low:
-                table[T] = max(0.05 * table[low], table[low] - slope * (SHAPE[low - 1] - SHAPE[T - 1]))
-            elif not above:
-                table[T] = table[high] + slope * (SHAPE[T - 1] - SHAPE[high - 1])
-            else:
-                part = (SHAPE[T - 1] - SHAPE[below - 1]) / (SHAPE[above - 1] - SHAPE[below - 1])
-                table[T] = table[below] + part * (table[above] - table[below])
+        table = self.table
+        for T, below, above, part in self._between:
+            table[T] = table[below] + part * (table[above] - table[below])
+        if self._beyond:
+            low, high, run = self._ends
+            slope = max(0.0, table[high] - table[low]) / run if low < high else table[low] / run
+            for T, end, steps in self._beyond:
+                table[T] = max(0.05 * table[end], table[end] + slope * steps)
 
 
 class Rate:
@@ -135,6 +157,35 @@ class Rate:
         return (self.good + weight * prior) / (self.good + self.bad + weight)
 
 
+class Doubt:
+    """Whether the drafter has lost the text: a run of drafts that all fail tells it sooner than the rates do.
+
+    Two explanations are weighed: the rates hold, or drafts are right only one time in ten. Each round's first draft
+    moves the log odds of the second by how much better it explains what came out. Drafts that come out as often as the
+    rates have it keep the odds low, so that a steady text is hardly ever doubted, whatever its acceptance.
+
+    trust     chance that the rates hold, 0 to 1
+    wary      the same for choosing how many drafts are made: less, once it begins to look as if they did not hold
+    cautious  whether it does
+    """
+
+    __slots__ = ("_log_odds", "cautious", "trust", "wary")
+
+    def __init__(self) -> None:
+        self._hold(NO_DOUBT)
+
+    def _hold(self, log_odds: float) -> None:
+        self._log_odds = min(max(log_odds, NO_DOUBT), MOST_DOUBT)
+        self.trust = 1.0 / (1.0 + math.exp(self._log_odds))
+        self.cautious = self._log_odds > CAUTION
+        self.wary = 1.0 / (1.0 + math.exp(self._log_odds + WARINESS)) if self.cautious else self.trust
+
+    def trial(self, expected: float, good: bool) -> None:
+        """Note whether a round's first draft came out, where the rates expected it to with that chance."""
+        expected = min(max(expected, LOST), 0.95)
+        self._hold(self._log_odds + math.log(LOST / expected if good else (1.0 - LOST) / (1.0 - expected)))
+
+
 class DrafterRates:
     """Acceptance of a drafter by position in the window (0-based) and by bucket of its own probability.
 
@@ -150,6 +201,8 @@ class DrafterRates:
         self._good, self._expected = 0.0, 0.0
         self._outlook: list[list[tuple[float, float]] | None] = [None for _ in places]
         self._mean: list[float | None] = [None for _ in places]
+        self._prospects: list[tuple[float, list[float]]] | None = None
+        self.best_gains: list[float] = []
 
     @staticmethod
     def bucket(probability: float | None) -> int:
@@ -193,6 +246,23 @@ class DrafterRates:
             known = self._mean[position] = sum(w * q for w, q in self.outlook(position))
         return known
 
+    def prospects(self) -> list[tuple[float, list[float]]]:
+        """(weight, gains) by bucket of the first draft: gains[n - 1] is how many of n drafts are expected to come out.
+
+        best_gains is then the most over the buckets, by n. Both stay until something is learnt.
+        """
+        if self._prospects is None:
+            found = []
+            for weight, q in self.outlook(0):
+                reach, gains = q, [q]
+                for n in range(1, WINDOW_ROWS - 1):
+                    reach *= self.mean(n)
+                    gains.append(gains[-1] + reach)
+                found.append((weight, gains))
+            self._prospects = found
+            self.best_gains = [max(column) for column in zip(*(gains for _, gains in found), strict=True)]
+        return self._prospects
+
     def drafted(self, position: int, bucket: int) -> None:
         """Note that a draft was made there, or, as bucket EMPTY, that the drafter had none."""
         mix = self._mix[position]
@@ -214,6 +284,7 @@ class DrafterRates:
     def _forget(self) -> None:
         self._outlook = [None] * len(self._outlook)
         self._mean = [None] * len(self._mean)
+        self._prospects = None
 
 
 class LookupRates:

@@ -2,8 +2,9 @@
 
 Cell i of the draft layer needs the trunk's streams of row i and the token after it, so the last row always waits for
 its token. Streams of the last rows wait in the backend, in a ring by position; here are only tokens and counts.
-Prompt rows are stored at once. In rounds without drafts, rows only queue up; when drafting resumes, at most the last
-QUEUE_ROWS are stored and the layer attends from there, so that not drafting costs a copy of 4 streams a token.
+Prompt rows are stored at once. In rounds without drafts, rows only queue up in that ring, and nobody is told of them:
+the driver looks at the session when it is needed. At most the last QUEUE_ROWS are then stored and the layer attends
+from there, so that not drafting costs a copy of 4 streams a token.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class MtpDrafter:
 
     def __init__(self, backend: DraftBackend):
         self._backend = backend
+        self._session: tuple[State, np.ndarray] | None = None
         self._tokens = [0] * RING_ROWS  # by position: the tokens after the last rows
         self.clear()
 
@@ -57,14 +59,22 @@ class MtpDrafter:
         self._done = rows  # cells before this one are stored or skipped; _rows after a draft step: it stores the last
         self._drafted_after = -1  # the token that the draft step took for the one after the last row
 
-    def rows_kept(self, state: State, tokens: np.ndarray, eager: bool) -> None:
-        """At most 8 rows were committed behind those seen so far.
+    def follow(self, state: State, tokens: np.ndarray) -> None:
+        """Belong to a session: what its windows commit is taken in from here on, when it is needed.
 
-        tokens (n,): their own tokens; eager: store complete cells at once.
+        tokens (context,) int32: memory of the session's own tokens, the first state.rows of which count.
         """
-        self._see(tokens.tolist(), state.rows - len(tokens))
-        if eager:
-            self.catch_up(state)
+        self._session = state, tokens
+
+    def _take_in(self, end: int | None = None) -> None:
+        """See the rows that windows have committed since; end: without the chunk behind that row."""
+        if self._session is not None:
+            state, tokens = self._session
+            end = state.rows if end is None else end
+            if end < self._rows:
+                self.clear(end)
+            elif end > self._rows:
+                self._see(tokens[self._rows : end].tolist(), self._rows)
 
     def _see(self, tokens: list[int], position: int) -> None:
         """Rows from `position` on have come. Rows that nobody told of are not there."""
@@ -75,9 +85,10 @@ class MtpDrafter:
             token = self._tokens[(rows - 1) % RING_ROWS] = tokens[0]
             if self._done == rows and token != self._drafted_after:
                 self._done -= 1
-        if rows + n - 1 - self._done > QUEUE_ROWS:  # too long without drafts: skip the oldest window
-            self._first = self._done = self._done + WINDOW_ROWS
-        for at in range(rows, rows + n - 1):
+        too_many = rows + n - 1 - self._done - QUEUE_ROWS
+        if too_many > 0:  # too long without drafts: skip the oldest, by windows
+            self._first = self._done = self._done + -(-too_many // WINDOW_ROWS) * WINDOW_ROWS
+        for at in range(max(rows, rows + n - 1 - RING_ROWS), rows + n - 1):
             self._tokens[at % RING_ROWS] = tokens[at + 1 - rows]
         self._rows = rows + n
 
@@ -87,6 +98,7 @@ class MtpDrafter:
         tokens (n,): their own tokens. All complete cells are stored.
         """
         n, first, start = len(tokens), WINDOW_ROWS, state.rows - len(tokens)
+        self._take_in(start)
         self._chunk_window(state, 0, tokens[:first], start)
         # The last row seen waits for its token. All but the last window's rows go to the backend in one piece, if it
         # takes them so.
@@ -103,15 +115,20 @@ class MtpDrafter:
         """Rows of a chunk, from its row `row` on, as if they were a window."""
         self._backend.keep(state, row, len(tokens), position)
         self._see(tokens.tolist(), position)
-        self.catch_up(state)
+        self._store(state)
 
     @property
     def behind(self) -> int:
         """Cells that `catch_up` has to store."""
+        self._take_in()
         return max(0, self._rows - 1 - self._done)
 
     def catch_up(self, state: State) -> None:
         """Store the cells whose token is known."""
+        self._take_in()
+        self._store(state)
+
+    def _store(self, state: State) -> None:
         while self._done < self._rows - 1:
             n = min(WINDOW_ROWS, self._rows - 1 - self._done)
             tokens = np.array([self._tokens[at % RING_ROWS] for at in range(self._done, self._done + n)], np.int32)
@@ -133,9 +150,10 @@ class MtpDrafter:
         """
         tokens: list[int] = []
         probabilities: list[float] = []
+        self._take_in()
         if self._rows <= self._first or k <= 0:
             return tokens, probabilities
-        self.catch_up(state)
+        self._store(state)
         self._drafted_after = token
         n, start = min(at_once, k), self._rows - 1
         while True:

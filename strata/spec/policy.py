@@ -4,7 +4,7 @@ A round is worth its expected committed tokens minus what its milliseconds would
 rounds (the rate is never taken below one row's). The best choice by that measure is the one with the best long-run
 rate, and it can never be expected to lose against T = 1, which is always among the choices. What is not chosen is
 tried now and then: probes are paid from a budget of 0.8 % of the time, and a probe that changes nothing doubles the
-pause before the next of its kind.
+pause before the next of its kind. A run of drafts that all fail is taken for a change of text before the rates show it.
 
 A round:
 
@@ -23,14 +23,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from strata.base.errors import need
+from strata.base.errors import BadArgument, need
 from strata.base.geometry import WINDOW_ROWS
-from strata.spec.drafter import Draft
-from strata.spec.estimates import CHAIN_PRIORS, EMPTY, LOOKUP_PRIORS, SHAPE, Costs, DrafterRates, LookupRates
+from strata.spec.estimates import CHAIN_PRIORS, EMPTY, LOOKUP_PRIORS, SHAPE, Costs, Doubt, DrafterRates, LookupRates
+from strata.spec.rounds import MAX_DRAFTS, Choice, Outcome, RoundFacts
 
-MAX_DRAFTS = WINDOW_ROWS - 1
 MARGIN = 0.02
 """Tokens a round that drafting must be expected to gain over T = 1."""
 LOOKUP_MARGIN = 0.03
@@ -41,69 +39,18 @@ CHEAP_SHARE = 0.001
 """Part of the time that probes of a drafter may always lose, however often they failed."""
 FIRST_PAUSE, LONGEST_PAUSE, LONGEST_PAUSE_ONE_ROW = 16, 1024, 256
 """Rounds between probes of one kind."""
-FAILED_PROBE = 2.0
-"""Factor of the pause after a probe of the drafter in vain."""
+FAILED_PROBE, UNVERIFIED_PROBE = 2.0, 1.4
+"""Factor of the pause after a probe of the drafter in vain; after one that cost no row."""
+HOPELESS = 0.1
+"""Tokens a round: a probe's draft that is expected to lose more is not verified."""
 SAVED_ROUNDS = 8.0
 """Rounds of one row that the probes' budget may grow to."""
 STEP_ROWS = 2
 """A window is at most this much wider than the widest one measured."""
 
 
-@dataclass(frozen=True)
-class RoundFacts:
-    """What can be drafted this round.
-
-    room           most drafts the window may hold (context and tokens left), 0..7
-    drafter        whether a drafter can be asked: the model's draft layer, or a user's
-    stepwise       it makes one draft a call (draft layer); False: one call makes all (user's)
-    lookup_tokens  tokens that suffix lookup proposes, with the length of their match
-    """
-
-    room: int = MAX_DRAFTS
-    drafter: bool = False
-    stepwise: bool = True
-    lookup_tokens: int = 0
-    match_length: int = 0
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What the window holds: n_drafts of the drafter, then n_lookup looked-up tokens; reason for records and logs.
-
-    From `choose`, n_drafts > 0 is the most that may be made; `settle` says how many of those made are verified.
-    planned: from `choose`, how many of n_drafts are likely to be made; None: all.
-    """
-
-    n_drafts: int
-    n_lookup: int
-    reason: str
-    planned: int | None = None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a round brought.
-
-    rows       T of the window
-    ms         milliseconds of verification and commit, without drafting
-    draft_ms   milliseconds of the drafter's calls, 0 if there were none
-    committed  the tokens that the window committed
-    drafts     every Draft made this round, verified or not (a lookup's proposal costs nothing to judge). Sources
-               "mtp" and "user" are the drafter's; "lookup" starts at 0; "chain" starts after the drafter's drafts.
-               A drafter that was asked and had nothing is an empty Draft
-    other_ms   milliseconds that tell nothing about windows of this size or about one draft: asking the policy itself,
-               a drafter that catches up after a pause. They count as time spent
-    """
-
-    rows: int
-    ms: float
-    draft_ms: float
-    committed: Sequence[int]
-    drafts: Sequence[Draft] = ()
-    other_ms: float = 0.0
-
-
-NOTHING = "one row is cheapest"
+NOTHING = Choice(0, 0, "one row is cheapest")
+PROBE_OF_DRAFTER = "probe of the drafter"
 
 
 class DraftPolicy:
@@ -116,6 +63,7 @@ class DraftPolicy:
     def __init__(self) -> None:
         self._costs = Costs()
         self._drafter, self._lookup, self._chain = DrafterRates(), LookupRates(LOOKUP_PRIORS), LookupRates(CHAIN_PRIORS)
+        self._doubt = Doubt()
         self._draft_ms: float | None = None  # of one draft
         self._asked = 0  # calls of the drafter
         self.asking_ms = 0.0
@@ -126,7 +74,7 @@ class DraftPolicy:
         self._drafter_pause, self._drafter_last = FIRST_PAUSE, 0
         self._probe_rows = 0  # rows of the probe under way; 0: none
         self._probe_kind = ""
-        self._facts, self._limit, self._per_ms = RoundFacts(), 0, 0.0
+        self._facts, self._limit, self._most, self._per_ms = RoundFacts(), 0, 0, 0.0
 
     # ---- what is known
 
@@ -162,47 +110,74 @@ class DraftPolicy:
                 best, length = value, k + 1
         return best, length
 
-    def _drafting(self, qs: Sequence[float], limit: int) -> tuple[float, float, int]:
-        """Value of verifying the best number of drafts in hand, value of making another first, drafts planned then.
+    def _begun(self, qs: Sequence[float], limit: int) -> tuple[float, float]:
+        """Value of verifying the best number of the drafts in hand, and of making another first.
 
         qs  acceptance of the drafts in hand. Values in tokens over T = 1, drafts in hand being paid.
         """
-        reach, gained, hand = 1.0, 0.0, 0.0
+        reach, gained, hand = self._doubt.trust, 0.0, 0.0
         for n, q in enumerate(qs, 1):
             reach *= q
             gained += reach
             hand = max(hand, gained - self._extra(n + 1))
         m = len(qs)
         if m >= limit:
-            return hand, -math.inf, m
+            return hand, -math.inf
         one_draft = self._per_ms * self.draft_ms
-        more, planned, weightiest = 0.0, m + 1, 0.0
+        more = 0.0
         extra, means = [self._extra(n + 1) for n in range(m + 1, limit + 1)], self._drafter.mean
         for weight, q in self._drafter.outlook(m):
             r, g, spent = reach * q, gained + reach * q, 0.0
-            best, length = g - extra[0], m + 1
+            best = g - extra[0]
             for n in range(m + 2, limit + 1):
                 if r < 0.01:
                     break
                 r *= means(n - 1)
                 g += r
                 spent += one_draft
-                if g - spent - extra[n - m - 1] > best:
-                    best, length = g - spent - extra[n - m - 1], n
+                best = max(best, g - spent - extra[n - m - 1])
             more += weight * max(hand, best)
+        return hand, more - one_draft
+
+    def _unbegun(self, limit: int) -> tuple[float, int]:
+        """Value of making a first draft, in tokens over T = 1, and how many will then be likely to be made."""
+        per_ms, table, one_draft = self._per_ms, self._costs.table, self.draft_ms
+        trust, wary = self._doubt.trust, self._doubt.wary
+        base, prices = table[1], []
+        for n in range(1, limit + 1):
+            rows = table[n + 1] - base
+            prices.append(per_ms * ((rows if rows > 0.0 else 0.0) + self.asking_ms + (n - 1) * one_draft))
+        prospects = self._drafter.prospects()
+        for gain, price in zip(self._drafter.best_gains, prices, strict=False):
+            if trust * gain > price:
+                break
+        else:  # nothing pays, whatever the draft will look like
+            return -per_ms * one_draft, 1
+        more, planned, weightiest = 0.0, 1, 0.0
+        for weight, gains in prospects:
+            best, length = wary * gains[0] - prices[0], 1
+            for n in range(1, limit):
+                value = wary * gains[n] - prices[n]
+                if value > best:
+                    best, length = value, n + 1
+            value = trust * gains[length - 1] - prices[length - 1]
+            if value > 0.0:
+                more += weight * value
             if weight > weightiest:
                 planned, weightiest = length, weight
-        return hand, more - one_draft, planned
+        return more - per_ms * one_draft, planned
 
     # ---- decisions
 
     def choose(self, facts: RoundFacts) -> Choice:
         """The round's beginning: how many drafts may be made, or how many looked-up tokens are verified at once."""
-        need(0 <= facts.room <= MAX_DRAFTS, "a window has no such room", found=facts.room, needed=f"0..{MAX_DRAFTS}")
+        if not 0 <= facts.room <= MAX_DRAFTS:
+            raise BadArgument("a window has no such room", found=facts.room, needed=f"0..{MAX_DRAFTS}")
         self._round += 1
         self._facts, self._probe_rows, self._probe_kind = facts, 0, ""
         self._per_ms = self.tokens_per_ms
         self._limit = min(facts.room, self._costs.longest + STEP_ROWS - 1)
+        self._most = self._limit
         if not self._costs.n[1] or self._limit <= 0:
             return Choice(0, 0, "the cost of one row comes first" if facts.room else "no room")
         lookup, n_lookup = -math.inf, 0
@@ -210,15 +185,17 @@ class DraftPolicy:
             lookup, n_lookup = self._looked_up(self._lookup, facts.lookup_tokens, facts.match_length, 0, 1.0)
         drafting, planned = -math.inf, 0
         if facts.drafter:
-            _, drafting, planned = self._drafting((), self._limit)
+            drafting, planned = self._unbegun(self._limit)
+            if self._doubt.cautious:
+                self._most = planned
         if lookup > MARGIN and lookup > drafting + LOOKUP_MARGIN:
             choice = Choice(0, n_lookup, "lookup")
             rows = 1 + n_lookup
         elif drafting > MARGIN:
-            choice = Choice(self._limit if facts.stepwise else planned, 0, "drafter", planned)
+            choice = Choice(self._most if facts.stepwise else planned, 0, "drafter", planned)
             rows = 1 + planned
         else:
-            choice, rows = Choice(0, 0, NOTHING), 1
+            choice, rows = NOTHING, 1
         return self._probe(choice, rows) or choice
 
     def continue_drafting(self, probabilities: Sequence[float | None]) -> bool:
@@ -226,9 +203,9 @@ class DraftPolicy:
         made = len(probabilities)
         if self._probe_rows:
             return made + 1 < self._probe_rows
-        if made >= self._limit:
+        if made >= self._most:
             return False
-        hand, more, _ = self._drafting([self._drafter.rate(i, p) for i, p in enumerate(probabilities)], self._limit)
+        hand, more = self._begun([self._drafter.rate(i, p) for i, p in enumerate(probabilities)], self._most)
         return more > hand
 
     def settle(self, probabilities: Sequence[float | None], lookup_tokens: int = 0, match_length: int = 0) -> Choice:
@@ -238,21 +215,29 @@ class DraftPolicy:
         lookup_tokens  tokens that lookup proposes after all of them, with the length of their match
         """
         made = min(len(probabilities), self._limit)
-        if self._probe_rows:
+        if self._probe_rows and self._probe_kind != PROBE_OF_DRAFTER:
             return Choice(min(made, self._probe_rows - 1), 0, self._probe_kind)
         best, n_drafts, n_chain = MARGIN, 0, 0
-        reach, gained = 1.0, 0.0
+        reach, gained = self._doubt.trust, 0.0
         for n in range(1, made + 1):
             reach *= self._drafter.rate(n - 1, probabilities[n - 1])
             gained += reach
             if gained - self._extra(n + 1) > best:
                 best, n_drafts = gained - self._extra(n + 1), n
+        if self._probe_rows:
+            return Choice(int(made > 0 and not self._hopeless(probabilities[0])), 0, self._probe_kind)
         if lookup_tokens and made == len(probabilities):
             value, n = self._looked_up(self._chain, lookup_tokens, match_length, made, reach)
             if gained + value > best + LOOKUP_MARGIN:
                 n_drafts, n_chain = made, n
         reason = "chain" if n_chain else "drafter" if n_drafts else "the drafts made are not worth their rows"
         return Choice(n_drafts, n_chain, reason)
+
+    def _hopeless(self, probability: float | None) -> bool:
+        """Whether a probe's draft need not be verified: the token that its window brings anyway judges it as well."""
+        value = self._doubt.trust * self._drafter.rate(0, probability) - self._extra(2)
+        known = self._costs.n[2] >= 4 and self._round - self._costs.last[2] <= LONGEST_PAUSE_ONE_ROW
+        return known and value < -HOPELESS
 
     def _probe(self, choice: Choice, rows: int) -> Choice | None:
         """A choice that is not the best by what is known, made to know more, if it is due and the budget pays it."""
@@ -265,7 +250,7 @@ class DraftPolicy:
             # what nearly pays, or costs next to nothing, is tried more often
             pause = min(self._drafter_pause * loss / price, loss / (CHEAP_SHARE * table[1]))
             if self._round - self._drafter_last >= max(2.0, pause) and loss <= self._budget_ms:
-                self._probe_rows, self._probe_kind = 2, "probe of the drafter"
+                self._probe_rows, self._probe_kind = 2, PROBE_OF_DRAFTER
                 return Choice(1, 0, self._probe_kind)
         if rows == 1:  # nothing pays, by costs that may be those of a window's first use: look again
             widest = self._costs.longest
@@ -305,14 +290,15 @@ class DraftPolicy:
     def observe(self, outcome: Outcome) -> None:
         """Learn from a round. Its milliseconds must be positive and finite, and it committed at least one token."""
         T, ms, draft_ms = outcome.rows, outcome.ms, outcome.draft_ms
-        need(1 <= T <= WINDOW_ROWS, "a window has no such rows", found=T, needed=f"1..{WINDOW_ROWS}")
-        other_ms = outcome.other_ms
-        need(0 < ms < math.inf and 0 <= draft_ms < math.inf and 0 <= other_ms < math.inf,
-             "a round has no such milliseconds", found=(ms, draft_ms, other_ms),
-             needed="ms > 0, draft_ms >= 0, other_ms >= 0")  # fmt: skip
-        need(1 <= len(outcome.committed) <= T, "a window commits one token to as many as it has rows",
-             found=len(outcome.committed), needed=f"1..{T}")  # fmt: skip
-        spent, n_tokens = ms + draft_ms + other_ms, len(outcome.committed)
+        other_ms, n_tokens = outcome.other_ms, len(outcome.committed)
+        if not 1 <= T <= WINDOW_ROWS:
+            raise BadArgument("a window has no such rows", found=T, needed=f"1..{WINDOW_ROWS}")
+        if not (0 < ms < math.inf and 0 <= draft_ms < math.inf and 0 <= other_ms < math.inf):
+            raise BadArgument("a round has no such milliseconds", found=(ms, draft_ms, other_ms),
+                              needed="ms > 0, draft_ms >= 0, other_ms >= 0")  # fmt: skip
+        if not 1 <= n_tokens <= T:
+            raise BadArgument("a window commits one token to as many as it has rows", found=n_tokens, needed=f"1..{T}")
+        spent = ms + draft_ms + other_ms
         self._costs.observe(T, ms, self._round)
         self._recent_tokens = 0.93 * self._recent_tokens + n_tokens
         # a stray slow window says nothing about the rate
@@ -321,7 +307,7 @@ class DraftPolicy:
         one_row = self._costs.table[1]
         earned = PROBE_SHARE * spent if self._round > 1 else one_row  # the first probe need not wait
         self._budget_ms = min(self._budget_ms + earned, SAVED_ROUNDS * one_row)
-        came_out = self._judge(outcome)
+        came_out = bool(outcome.drafts) and self._judge(outcome)
         if not self._probe_rows:
             self._pause[T] = FIRST_PAUSE
             return
@@ -330,8 +316,9 @@ class DraftPolicy:
         self._budget_ms -= loss
         longest = LONGEST_PAUSE_ONE_ROW if self._probe_rows == 1 else LONGEST_PAUSE
         self._pause[self._probe_rows] = min(longest, 2 * self._pause[self._probe_rows])
-        if self._probe_kind == "probe of the drafter":
-            self._drafter_pause = 2.0 if came_out else min(LONGEST_PAUSE, FAILED_PROBE * self._drafter_pause)
+        if self._probe_kind == PROBE_OF_DRAFTER:
+            factor = FAILED_PROBE if T > 1 else UNVERIFIED_PROBE
+            self._drafter_pause = 2.0 if came_out else min(LONGEST_PAUSE, factor * self._drafter_pause)
 
     def rested(self, rounds: int, ms: float) -> None:
         """Learn from rounds of one row that were not asked about: one token each, `ms` milliseconds in all."""
@@ -372,6 +359,8 @@ class DraftPolicy:
                 continue
             p = draft.probabilities or (None,) * n
             agreed, failed = draft.agreement(outcome.committed)
+            # what the drafter itself was unsure of is no surprise when it fails
+            self._doubt.trial(min(self._drafter.mean(0), self._drafter.rate(0, p[0])), agreed > 0)
             for i in range(n):
                 self._drafter.drafted(i, self._drafter.bucket(p[i]))
             for i in range(agreed + failed):
