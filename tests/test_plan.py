@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strata.arch.flash_next import session_buffers
-from strata.base.errors import BadArgument, DoesNotFit
+from strata.base.errors import BadArgument, DoesNotFit, NoDevice
 from strata.base.plan import DOES_NOT_FIT, FITS, MIB, NEEDS_DISK, Plan
 from strata.planner import cache_size, estimate, needs, rates, state_bytes
 from strata.planner.draft import standard_facts
@@ -273,7 +273,7 @@ def test_expert_modes(facts):
     assert not asked.fits and asked.shortfalls[0].device == "ram" and "experts (pinned)" in str(asked.shortfalls[0])
     wsl = plan(m, Machine.describe(vram_gib=12, ram_gib=64, wsl=True), context=4096)
     assert wsl.experts == "mapped" and wsl.estimate.pcie_share == 0 and any("WSL" in n for n in wsl.notes)
-    with pytest.raises(BadArgument, match="GPU"):
+    with pytest.raises(NoDevice, match="GPU"):
         plan(m, Machine.describe(ram_gib=64), experts="pinned")
 
 
@@ -297,9 +297,9 @@ def test_cpu_only_plans(facts):
     assert plan(facts["Q2_0"], Machine.describe(vram_gib=12, ram_gib=64), context=4096, device="cpu").device == "cpu"
     small = plan(facts["Q2_0"], Machine.describe(ram_gib=5), context=4096)
     assert small.verdict == DOES_NOT_FIT
-    with pytest.raises(BadArgument, match="cuda:1"):
+    with pytest.raises(NoDevice, match="cuda:1"):
         plan(facts["Q2_0"], Machine.describe(vram_gib=12), device="cuda:1")
-    with pytest.raises(BadArgument, match="slots"):
+    with pytest.raises(NoDevice, match="slots"):
         plan(facts["Q2_0"], Machine.describe(ram_gib=64), slots=5)
 
 

@@ -102,6 +102,9 @@ def test_a_load_takes_what_strata_plan_says(tiny_path, monkeypatch, card, option
     told = strata.plan(tiny_path, machine=machine, **options)
     with strata.load(tiny_path, device="auto", **options) as model:
         assert model.plan == told and model.mismatches == []
+        found = told.compared(model.taken)
+        for line in [x for x in ("window scratch", "logits") if told.device != "cpu"]:
+            assert found[line, "vram"][0] == found[line, "vram"][1] > 0, line
         assert lines <= {x.line for x in told.lines} and (told.device == "cpu") == (card == {"vram_gib": 0.5})
         assert (told.prefill_rows > 0) == any(x.line == "prefill staging" for x in told.lines) or told.device == "cpu"
         backend = model._backend

@@ -18,7 +18,7 @@ from strata.gpu import draft_rows
 from strata.gpu.device import Device
 from strata.gpu.draft_rows import CHAIN_BYTES, MOST_STEPS, RECORD
 from strata.gpu.head import place
-from strata.gpu.head_rows import runs_of, term_bytes
+from strata.gpu.head_rows import lane_bytes, runs_of
 from strata.gpu.launch import Launch
 from strata.gpu.lower import Lowering
 from strata.gpu.mailbox import copy_values
@@ -111,8 +111,8 @@ class GpuDraft:
         start = draft_rows.start(self._word(STEP), self.memory.slot(RING), self._ring_rows, at("mtp.streams"),
                                  self._chain, at("mtp.x"), at("mtp.tokens"), at("mtp.pos"), at("mtp.first"),
                                  self._values, goes_on=goes_on)  # fmt: skip
-        tops, terms = scratch(place("tops"), 4 * runs_of(V)), scratch(place("terms"), term_bytes(1, V))
-        choice = draft_rows.choice(at("mtp.logits"), tops, terms, self._chain, self._ids, V)
+        tops, lanes = scratch(place("tops"), 4 * runs_of(V)), scratch(place("lanes"), lane_bytes(1))
+        choice = draft_rows.choice(at("mtp.logits"), tops, lanes, self._chain, self._ids, V)
         return [*([] if goes_on else [first]), *start, *body, *choice, last]
 
     def keep_launches(self) -> list[Launch]:

@@ -51,16 +51,16 @@ def start(
     return [launch(SOURCE, "draft_start", _blocks(values), 256, *args)]
 
 
-def choice(logits: int, tops: int, terms: int, chain: int, ids: int, V: int) -> list[Launch]:
+def choice(logits: int, tops: int, lanes: int, chain: int, ids: int, V: int) -> list[Launch]:
     """Behind the logits (V,) float32 of a step: its best token and that one's softmax probability into the chain's next
     record, with the arithmetic of `strata.cpu.head_rows.most_likely`.
 
-    tops, terms: scratch as for `head_rows.top` and `log_sum_exp` of one row. ids: tokens (V,) int32 of the rows, or 0.
+    tops, lanes: scratch as for `head_rows.top` and `log_sum_exp` of one row. ids: tokens (V,) int32 of the rows, or 0.
     """
     need(V >= 1, "rows of a draft head", found=V)
     best, logit, status, total = (chain + at for at in (BEST, LOGIT, STATUS, SUM))
     return [
         *head_rows.top(logits, tops, best, logit, status, 1, V, 1),
-        *head_rows.log_sum_exp(logits, logit, terms, total, 1, V),
+        *head_rows.log_sum_exp(logits, logit, lanes, total, 1, V),
         launch(SOURCE, "draft_choice", 1, 32, pointer(chain), pointer(ids)),
     ]

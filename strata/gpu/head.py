@@ -11,15 +11,15 @@ from strata.gpu import head_rows
 from strata.gpu.device import Device
 from strata.gpu.launch import Launch
 from strata.gpu.mailbox import outbox
-from strata.gpu.memory import HEAD_AREA, TILES_OR_TERMS, Memory
+from strata.gpu.memory import HEAD_AREA, TILES_OR_LANES, Memory
 
 NO_TOKENS = np.empty(0, np.int32)
-SCRATCH = ("tops", "terms", "modified", "counts", "history", "rows", "bias ids", "bias")
+SCRATCH = ("tops", "lanes", "modified", "counts", "history", "rows", "bias ids", "bias")
 
 
 def place(name: str) -> str:
     """Name of a head's scratch in `Memory`."""
-    return TILES_OR_TERMS if name == "terms" else f"head.{name}"
+    return TILES_OR_LANES if name == "lanes" else f"head.{name}"
 
 
 class Head:
@@ -35,7 +35,7 @@ class Head:
         rows = WINDOW_ROWS * V
         sizes = {
             "tops": 4 * WINDOW_ROWS * head_rows.runs_of(V),
-            "terms": head_rows.term_bytes(WINDOW_ROWS, V),
+            "lanes": head_rows.lane_bytes(WINDOW_ROWS),
             "modified": 4 * rows,
             "counts": 4 * rows,
             "history": 4 * context,
@@ -80,7 +80,7 @@ class Head:
     def _sums(self, modified: bool, T: int) -> list[Launch]:
         _, values, sums, _ = self._area(modified)
         logits = self._at["modified"] if modified else self._logits
-        return head_rows.log_sum_exp(logits, values, self._at["terms"], sums, T, self.V)
+        return head_rows.log_sum_exp(logits, values, self._at["lanes"], sums, T, self.V)
 
     def argmax_launches(self, T: int) -> list[Launch]:
         """What the graph of a head adds behind the logits: the largest of every row."""

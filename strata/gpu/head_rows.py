@@ -10,6 +10,8 @@ from strata.gpu.launch import Launch, Source, i32, launch, pointer
 
 SOURCE = Source("head_rows.cu", ("head_scan", "head_top", "head_lanes", "head_sums", "head_modify"))
 RUN = 64
+LANES = 256
+"""Partial sums of a row's log-sum-exp."""
 
 
 def runs_of(V: int) -> int:
@@ -32,17 +34,17 @@ def top(
     return [launch(SOURCE, "head_scan", (-(-runs // 8), T), 256, *scan), launch(SOURCE, "head_top", T, 1024, *args)]
 
 
-def term_bytes(T: int, V: int) -> int:
-    """Bytes of the scratch of log_sum_exp, as plans count it. Sums of lanes, float64 (T, 256), lie at its start."""
-    return 8 * T * (V + 256)
+def lane_bytes(T: int) -> int:
+    """Bytes of the scratch of log_sum_exp: sums of lanes, float64 (T, LANES). Terms stay on the chip."""
+    return 8 * T * LANES
 
 
-def log_sum_exp(logits: int, values: int, terms: int, sums: int, T: int, V: int) -> list[Launch]:
-    """sums float64 (T) of T rows whose largest logits `top` left in values. terms: scratch of term_bytes."""
+def log_sum_exp(logits: int, values: int, lanes: int, sums: int, T: int, V: int) -> list[Launch]:
+    """sums float64 (T) of T rows whose largest logits `top` left in values. lanes: scratch of lane_bytes."""
     largest = (pointer(values), i32(CANDIDATES))
     return [
-        launch(SOURCE, "head_lanes", (32, T), 288, pointer(logits), *largest, pointer(terms), i32(V)),
-        launch(SOURCE, "head_sums", T, 32, pointer(terms), *largest, pointer(sums)),
+        launch(SOURCE, "head_lanes", (32, T), 288, pointer(logits), *largest, pointer(lanes), i32(V)),
+        launch(SOURCE, "head_sums", T, 32, pointer(lanes), *largest, pointer(sums)),
     ]
 
 

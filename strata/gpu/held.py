@@ -14,7 +14,7 @@ from strata.gpu.upload import UPLOAD_HOST_BYTES, UPLOAD_STAGING_BYTES
 if TYPE_CHECKING:
     from strata.gpu.backend import GpuBackend
 
-NOT_OF_V = ("terms", "history", "rows")
+NOT_OF_V = ("lanes", "history", "rows")
 """Scratch of heads whose size does not come from the vocabulary alone."""
 
 

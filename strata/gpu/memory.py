@@ -33,9 +33,8 @@ OUTBOX_BYTES = 8960
 """The error word (8 bytes), a chain of drafts and the two areas."""
 
 
-TILES_OR_TERMS = "tiles or terms"
-"""Scratch that the tiles of attention and the terms of a head share: both are large, and a head runs when attention is
-over."""
+TILES_OR_LANES = "tiles or lanes"
+"""Scratch that the tiles of attention and the partial sums of a head share: a head runs when attention is over."""
 
 
 def aligned(n_bytes: int) -> int:

@@ -11,6 +11,7 @@ from functools import cache
 from importlib.resources import files
 
 from strata.base.errors import BadArgument
+from strata.base.numbers import shown
 
 GIB = 1 << 30
 
@@ -95,7 +96,8 @@ def card_by_name(name: str) -> Card:
         near = difflib.get_close_matches(name.lower(), [c.name.lower() for c in known_cards()], n=3, cutoff=0.3)
         names = [c.name for c in known_cards() if c.name.lower() in near]
         raise BadArgument(
-            f"unknown card {name!r}",
+            "unknown card",
+            found=shown(name),
             needed="one of " + ", ".join(names or [c.name for c in known_cards()][:6]) + ", ...",
             advice="For any other card give its memory: --vram-gib 12 (and --vram-gbps, --link-gbps if you know them).",
         )

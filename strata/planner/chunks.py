@@ -21,10 +21,12 @@ from strata.base.plan import MIB, PlanLine, Shortfall
 from strata.gpu.chunk_plan import CHUNKS, ChunkBytes
 from strata.planner.cache_size import RESERVE_MIB, SMALLEST_RESERVE_MIB
 from strata.planner.facts import ModelFacts
+from strata.planner.kv_choice import with_kv
 from strata.planner.machine import Gpu, Machine
 from strata.planner.needs import TICKETS, ticket_line
 from strata.planner.options import PlanOptions
-from strata.planner.pricing import Priced, price
+from strata.planner.pricing import Priced, all_experts, price
+from strata.planner.ram_room import ram_needed_bytes
 from strata.planner.state_bytes import round_context
 
 SLOT_SHARE = 0.2
@@ -41,10 +43,8 @@ MAPPED_STAGING_BYTES = 256 * MIB
 
 CACHE = "expert cache"
 
-
-def all_experts(m: ModelFacts, o: PlanOptions) -> PlanOptions:
-    """Every expert in VRAM: then nothing is shared."""
-    return replace(o, slots=m.n_pairs, experts="auto", pcie_share=None, profile=None)
+MOST_ROUNDS = 8
+"""How often a configuration that does not fit is priced again with what it lacked; two or three are usual."""
 
 
 def price_load(m: ModelFacts, machine: Machine, gpu: Gpu | None, o: PlanOptions, context: int) -> Priced:
@@ -55,11 +55,42 @@ def price_load(m: ModelFacts, machine: Machine, gpu: Gpu | None, o: PlanOptions,
     """
     if gpu is None:
         return price(m, machine, gpu, o, context)
-    if o.slots is None or o.slots >= m.n_pairs:
-        every = _every(m, machine, gpu, all_experts(m, o), context)
-        if not every.shortfalls or o.slots is not None or m.split is None:
-            return every
-    return _shared(m, machine, gpu, o, context)
+    if o.kv == "auto":
+        return with_kv(price_load, m, machine, gpu, o, context)
+    made = _price_on_card(m, machine, gpu, o, context)
+    return _with_whole_need(m, machine, gpu, o, made) if isinstance(o.prefill, int) and made.shortfalls else made
+
+
+def _with_whole_need(m: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, p: Priced) -> Priced:
+    """The configuration that does not fit with what it needs in all: what was found first leaves out the chunk."""
+    lacks, known = {s.device: s for s in p.shortfalls}, dict(p.free_bytes)
+    o = replace(o, vram_gib=None, ram_gib=None)
+    for _ in range(MOST_ROUNDS):
+        limited = any(s.free_bytes != p.free_bytes[s.device] for s in lacks.values())  # no amount of memory helps
+        if limited or all(s.needed_bytes <= known[s.device] for s in lacks.values()):
+            break
+        known.update({s.device: max(s.needed_bytes, known[s.device]) for s in lacks.values()})
+        more = known["ram"] - machine.ram_available_bytes
+        total, ram = machine.ram_total_bytes + max(more, 0), known["ram"]
+        larger = replace(machine, ram_total_bytes=total, ram_available_bytes=ram)
+        found = _price_on_card(m, larger, replace(gpu, free_bytes=known["vram"]), o, p.context)
+        for s in found.shortfalls:
+            free = s.free_bytes if s.free_bytes != found.free_bytes[s.device] else p.free_bytes[s.device]
+            first = lacks.get(s.device, s)
+            lacks[s.device] = replace(first, needed_bytes=s.needed_bytes, free_bytes=free)
+    return replace(p, shortfalls=tuple(lacks.values()))
+
+
+def _price_on_card(m: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, context: int) -> Priced:
+    """With a part of the experts where all of them do not fit, if that is what was asked for or needs less."""
+    if o.slots is not None and o.slots < m.n_pairs:
+        return _shared(m, machine, gpu, o, context)
+    every = _every(m, machine, gpu, all_experts(m, o), context)
+    if not every.shortfalls or o.slots is not None or m.split is None:
+        return every
+    shared = _shared(m, machine, gpu, o, context)
+    alike = [s.device for s in every.shortfalls] == [s.device for s in shared.shortfalls]
+    return every if alike and every.missing_bytes < shared.missing_bytes else shared
 
 
 def price_windows(m: ModelFacts, machine: Machine, gpu: Gpu | None, o: PlanOptions, context: int) -> Priced:
@@ -117,15 +148,21 @@ def _by_windows(p: Priced, why: str) -> Priced:
     return replace(p, notes=(*p.notes, f"prompts are read by windows: {why}"))
 
 
-def _without(m: ModelFacts, p: Priced, o: PlanOptions, why: str, found: list[ChunkBytes], vram_short: int) -> Priced:
+def _without(
+    m: ModelFacts, machine: Machine, p: Priced, o: PlanOptions, why: str, found: list[ChunkBytes], vram_short: int
+) -> Priced:
     """No chunk fits: a note, or a shortfall if one was asked for. found: those that RAM has room for."""
     if not isinstance(o.prefill, int):
         return _by_windows(p, why)
     of = m.chunks.of(o.prefill, round_context(p.context), shared=True)
-    ram_short = of.staging + _more_tickets(m, p, of.rows) - _spare(p, "ram")
-    device, short = ("vram", vram_short) if found else ("ram", ram_short)
-    free = p.free_bytes[device]
-    lacks = Shortfall(device, f"prefill chunk of {of.rows:,} rows", free + max(short, 1), free)
+    device, needed = "vram", p.free_bytes["vram"] + max(vram_short, 1)
+    if not found:
+        more = of.staging + _more_tickets(m, p, of.rows)
+        used = sum(x.held_bytes for x in p.lines if x.device == "ram" and x.kind != "reserve")
+        pages = sum(x.held_bytes for x in p.lines if x.device == "ram" and x.kind == "map")
+        gives_back = more <= MAPPED_STAGING_BYTES and (more <= pages or p.needs_disk)
+        device, needed = "ram", ram_needed_bytes(machine, used + more - (pages if gives_back else 0))
+    lacks = Shortfall(device, f"prefill chunk of {of.rows:,} rows", needed, p.free_bytes[device])
     return replace(p, shortfalls=(*p.shortfalls, lacks))
 
 
@@ -137,7 +174,8 @@ def _problem(m: ModelFacts, p: Priced, o: PlanOptions) -> Priced | None:
     if problem is None:
         return None
     if isinstance(o.prefill, int):
-        raise BadArgument(f"chunks do not take {problem}", found=f"prefill={o.prefill}", needed="auto or windows")
+        raise BadArgument(f"chunks do not take {problem}", found=f"prefill={o.prefill}", needed="auto or windows",
+                          advice="Both read prompts in windows where there are no chunks.")  # fmt: skip
     return _by_windows(p, f"chunks do not take {problem}")
 
 
@@ -169,10 +207,10 @@ def _with_chunk(m: ModelFacts, p: Priced, of: ChunkBytes, lends: bool) -> Priced
 def _every(m: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, context: int) -> Priced:
     """Every expert in VRAM; a chunk gets what that leaves."""
     base = price(m, machine, gpu, replace(o, prefill="windows"), context)
-    return _problem(m, base, o) or _beside(m, base, o, shared=False)
+    return _problem(m, base, o) or _beside(m, machine, base, o, shared=False)
 
 
-def _beside(m: ModelFacts, base: Priced, o: PlanOptions, shared: bool = True) -> Priced:
+def _beside(m: ModelFacts, machine: Machine, base: Priced, o: PlanOptions, shared: bool = True) -> Priced:
     """The slots stay; a chunk borrows some of them, or lies beside them."""
     spare, lent = _spare(base, "vram"), _lendable(base) if shared else 0
     found = _candidates(m, base, o, shared)
@@ -182,21 +220,36 @@ def _beside(m: ModelFacts, base: Priced, o: PlanOptions, shared: bool = True) ->
     for of in reversed(found):
         if of.device_bytes <= spare:
             return _with_chunk(m, base, of, lends=False)
-    lacking = found[-1].device_bytes - spare if found else 0
-    return _without(m, base, o, "no room for a chunk beside the experts", found, lacking)
+    lacking = 0
+    if found:
+        lends = 0 < found[-1].lendable <= lent
+        lacking = (found[-1].lasting if lends else found[-1].device_bytes) - spare
+    return _without(m, machine, base, o, "no room for a chunk beside the experts", found, lacking)
 
 
 def _shared(m: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, context: int) -> Priced:
     """A part of the experts in VRAM. Where no number of slots was asked for, a chunk may take the place of some."""
     base = price(m, machine, gpu, replace(o, prefill="windows"), context)
+    if o.slots is None and not base.shortfalls and base.allotment.n_slots >= m.n_pairs:
+        base = _fewer(m, machine, gpu, o, context)
     settled = _problem(m, base, o)
     if settled is not None:
         return settled
     if o.slots is not None:
-        return _beside(m, base, o)
+        return _beside(m, machine, base, o)
     if base.experts == "resident" or not _lendable(base):
         return _instead(m, machine, gpu, o, base)
     return _borrowing(m, machine, gpu, o, base)
+
+
+def _fewer(m: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, context: int) -> Priced:
+    """The most experts in VRAM that are not all of them."""
+    one_less = replace(o, prefill="windows", slots=m.n_pairs - 1)
+    base = price(m, machine, gpu, one_less, context)
+    if [s.device for s in base.shortfalls] != ["vram"]:
+        return base
+    fewer = m.n_pairs - 1 - ceil(base.missing_bytes / min(base.slot_bytes))
+    return price(m, machine, gpu, replace(one_less, slots=max(fewer, 0)), context)
 
 
 def _sized(
@@ -227,7 +280,17 @@ def _instead(m: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, base: Pr
         if mapped.prefill_rows and not mapped.shortfalls and not mapped.needs_disk:
             return mapped
     lacking = found[-1].device_bytes - most if found and not fitting else 0
-    return _without(m, base, o, "a chunk would take too many of the expert slots", [] if fitting else found, lacking)
+    if fitting and isinstance(o.prefill, int):  # RAM has no room for the experts of these slots, or for staging
+        base = _sized(m, machine, gpu, replace(o, experts=base.experts), base, room - fitting[0].device_bytes, reserve)
+        if base.shortfalls:
+            return base
+    why = "a chunk would take too many of the expert slots"
+    return _without(m, machine, base, o, why, [] if fitting else found, lacking)
+
+
+def _spared(o: PlanOptions, reserve: int) -> int:
+    """Of a reserve, what a chunk may have."""
+    return max(reserve - SMALLEST_RESERVE_MIB * MIB, 0) if o.reserve_mib is None else 0
 
 
 def _least_cache(m: ModelFacts, p: Priced, of: ChunkBytes, insisted: bool) -> int:
@@ -262,6 +325,7 @@ def _borrowing(
     if notes and made.allotment.n_slots >= m.n_pairs:  # so small a model shares nothing then
         return _borrowing(m, machine, gpu, o, base, shrinks=False)
     if not n:
-        lacking = least[0] + found[0].lasting - room if found else 0
-        return _without(m, made, o, "a chunk would take too many of the expert slots", found, lacking)
+        spared = _spared(o, reserve) if shrinks else 0
+        lacking = least[0] + found[0].lasting - room - spared if found else 0
+        return _without(m, machine, made, o, "a chunk would take too many of the expert slots", found, lacking)
     return _with_chunk(m, replace(made, notes=(*made.notes, *notes)), found[n - 1], lends=True)

@@ -129,15 +129,22 @@ def draft_tensors(source: Path, gguf: GgufFile, g: Geometry) -> list[DraftTensor
 
 def _located(source: Path) -> Path:
     """The folder or file that is read for a draft layer named `source`."""
-    if not source.exists():
+    try:
+        there = source.exists()
+    except OSError as error:
+        raise FileError(f"'{source}' cannot be looked at", found=error.strerror, needed=FORMS) from error
+    if not there:
         raise FileError("no draft layer there", found=f"no file '{source}'", needed=FORMS)
     inside = source / "rt"
     return inside if not (source / rt.DENSE_TXT).exists() and (inside / rt.DENSE_TXT).exists() else source
 
 
 def _is_gguf(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(4) == b"GGUF"
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError as error:
+        raise FileError(f"'{path}' cannot be read", found=error.strerror, needed=FORMS) from error
 
 
 def _rt_tensors(folder: Path, model: DraftShape) -> list[DraftTensor]:
@@ -145,7 +152,8 @@ def _rt_tensors(folder: Path, model: DraftShape) -> list[DraftTensor]:
     out = []
     for p in PARTS:
         if p.hf not in lines:
-            raise ModelError(f"{folder} has no tensor {p.hf}", needed="every tensor of the draft layer")
+            raise ModelError(f"{folder} has no tensor {p.hf}", found=f"{len(lines)} tensors, not this one",
+                             needed="every tensor of the draft layer")  # fmt: skip
         line = lines[p.hf]
         if (line.rows * line.columns) != prod(shapes[p.name]):
             raise ModelError(f"tensor {p.hf} of {folder}", found=(line.rows, line.columns), needed=shapes[p.name])
@@ -264,7 +272,7 @@ def draft_source(gguf: GgufFile, draft: object) -> Path | str | None:
 
     draft  None, "off", "lookup", "auto", "mtp", a path, or an object that drafts by itself
     """
-    if draft in (None, "off", "lookup") or not isinstance(draft, str | Path):
+    if not isinstance(draft, str | Path) or draft in ("off", "lookup"):
         return None
     if draft in ("auto", "mtp"):
         return find_draft(gguf) or (STANDARD if draft == "mtp" else None)

@@ -39,7 +39,8 @@ def largest_context(
 ) -> int:
     """Largest context in whole cells, up to the trained one, that fits with everything else unchanged; 0 if none.
 
-    With kv="auto" the format changes on the way, so the two ranges are searched one after the other, the longer first.
+    With kv="auto" the format changes on the way, and a longer context may read less from disk: the two ranges are
+    searched one after the other, the longer first.
     """
 
     def fits(cells: int) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from strata.base.errors import BadArgument, need
-from strata.base.numbers import real_number, whole_number
+from strata.base.numbers import one_of, real_number, shown, truth_value, whole_number
 from strata.cpu import tiers
 from strata.cpu.cores import core_facts, usable_cores
 from strata.planner import probes
@@ -184,17 +184,23 @@ class Machine:
         ram_gbps, disk_gbps = _real("ram_gbps", ram_gbps), _real("disk_gbps", disk_gbps)
         disk_random_reads_per_s = _real("disk_random_reads_per_s", disk_random_reads_per_s)
         whole = whole_number(cores)
-        need(whole is not None and whole >= 1, "cores must be positive", found=repr(cores), needed="an integer >= 1")
+        need(whole is not None and whole >= 1, "cores must be positive", found=shown(cores), needed="an integer >= 1")
         cores = whole
-        need(cpu_tier in TIERS, f"unknown CPU tier {cpu_tier!r}", needed=" or ".join(TIERS))
+        for label, value in (("rotational", rotational), ("wsl", wsl)):
+            need(truth_value(value) is not None, f"{label} is no truth value", found=shown(value),
+                 needed="True or False")  # fmt: skip
+        need(name is None or isinstance(name, str), "name is no text", found=shown(name), needed="a text, or None")
+        need(one_of(cpu_tier, TIERS), "unknown CPU tier", found=shown(cpu_tier), needed=" or ".join(TIERS))
         gpus: tuple[Gpu, ...] = ()
         if gpu is not None or vram_gib is not None:
             gpus = (_described_gpu(gpu, vram_gib, vram_free_gib, vram_gbps, link_gbps),)
         elif vram_free_gib is not None or vram_gbps is not None or link_gbps is not None:
-            raise BadArgument("vram_free_gib, vram_gbps and link_gbps describe a card", needed="gpu= or vram_gib=")
+            raise BadArgument("vram_free_gib, vram_gbps and link_gbps describe a card", found="no card",
+                              needed="gpu= or vram_gib=")  # fmt: skip
         total = int(ram_gib * GIB)
         free = int(ram_available_gib * GIB) if ram_available_gib is not None else max(total - 3 * GIB // 2, total // 2)
-        need(0 < free <= total, "ram_available_gib must lie in (0, ram_gib]", found=ram_available_gib)
+        need(0 < free <= total, "ram_available_gib is out of range", found=ram_available_gib,
+             needed=f"above 0, and at most ram_gib, {ram_gib:g}")  # fmt: skip
         card = f"{gpus[0].name}, {gpus[0].total_bytes / GIB:.0f} GiB" if gpus else "no GPU"
         return cls(
             name=name or f"{card}; {ram_gib:.4g} GiB RAM; {cores} cores",
@@ -231,7 +237,8 @@ def _real(label: str, value: object, zero: bool = False) -> float | None:
     """A size or rate that describes a machine, as a float; None for None."""
     number = real_number(value)
     good = number is not None and (number > 0 or (zero and number == 0))
-    need(value is None or good, f"{label} must be positive", found=repr(value), needed="a number above 0")
+    need(value is None or good, f"{label} must be positive", found=shown(value),
+         needed="a number >= 0" if zero else "a number above 0")  # fmt: skip
     return number
 
 
@@ -294,10 +301,12 @@ def _visible(gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
 
 
 def _described_gpu(name, vram_gib, vram_free_gib, vram_gbps, link_rate) -> Gpu:
+    need(name is None or isinstance(name, str), "gpu is no card's name", found=shown(name), needed='as "RTX 5070"')
     card = card_by_name(name) if name is not None else None
     total = int(vram_gib * GIB) if vram_gib is not None else card.vram_bytes
     free = int(vram_free_gib * GIB) if vram_free_gib is not None else max(total - DRIVER_SHARE_BYTES, 0)
-    need(0 <= free <= total, "vram_free_gib must lie in [0, vram_gib]", found=vram_free_gib)
+    need(0 <= free <= total, "vram_free_gib is out of range", found=vram_free_gib,
+         needed=f"0 to {total / GIB:g}, the card's memory")  # fmt: skip
     link = card.link if card else (4, 16)
     return Gpu(
         index=0,

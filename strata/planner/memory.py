@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from strata.arch import architecture_of
-from strata.base.errors import BadArgument
+from strata.base.errors import BadArgument, NoDevice
 from strata.base.geometry import CELL_ROWS, Geometry
 from strata.base.plan import Plan
 from strata.cpu.lower import Lowering, Memory
@@ -51,39 +51,47 @@ MODEST_CONTEXT = 32_768
 
 
 def choose_device(machine: Machine, o: PlanOptions) -> Gpu | None:
-    """The card to plan for, or None for the CPU. Raises BadArgument for a card that is not there."""
+    """The card to plan for, or None for the CPU. Raises NoDevice for a card that is not there, and for options
+    that need one where there is none; BadArgument for those beside device="cpu"."""
     if o.device == "cpu" or (o.device == "auto" and not machine.gpus):
         _check_cpu(machine, o)
         return None
     index = int(o.device.partition(":")[2] or 0)
     if index >= len(machine.gpus):
-        raise BadArgument(
+        raise NoDevice(
             f"device {o.device!r} is not there",
             found=f"GPUs: {len(machine.gpus)}",
             needed=" or ".join(["auto", "cpu", *(f"cuda:{gpu.index}" for gpu in machine.gpus)]),
-            advice=None if machine.gpus else machine.gpu_problem,
+            advice=_lacking(machine),
         )
     return machine.gpus[index]
 
 
+def _lacking(machine: Machine) -> str | None:
+    """Why this machine has no GPU, where that is known, and who says more."""
+    problem = None if machine.gpus else machine.gpu_problem
+    return f"{problem[0].upper()}{problem[1:]}: `strata doctor` shows devices and driver." if problem else None
+
+
 def _check_cpu(machine: Machine, o: PlanOptions) -> None:
     """Refuse options that mean nothing without a GPU."""
+    kind, advice = (BadArgument, None) if o.device == "cpu" else (NoDevice, _lacking(machine))
     found = f"GPUs: {len(machine.gpus)}, device={o.device!r}"
     given = {"slots": o.slots, "pcie_share": o.pcie_share, "vram_gib": None if o.vram_gib is None else str(o.vram_gib)}
     asked = [f"{name}={value}" for name, value in given.items() if value]
     if asked:
-        raise BadArgument(f"{', '.join(asked)}: this needs a GPU", found=found)
+        raise kind(f"{', '.join(asked)}: this needs a GPU", found=found, needed="a GPU, or a load without this",
+                   advice=advice)  # fmt: skip
     if o.experts not in ("auto", "mapped"):
-        raise BadArgument(
+        raise kind(
             f"experts={o.experts!r} needs a GPU",
             found=found,
-            needed="mapped or auto",
-            advice="The CPU backend computes experts in place, in the mapped file.",
+            needed="a GPU, or mapped or auto",
+            advice=advice or "The CPU backend computes experts in place, in the mapped file.",
         )
     if isinstance(o.prefill, int) and o.prefill != CELL_ROWS:
-        raise BadArgument(
-            "the CPU reads prompts in chunks of one cell", found=o.prefill, needed=f"{CELL_ROWS}, auto or windows"
-        )
+        raise BadArgument("the CPU reads prompts in chunks of one cell", found=f"prefill={o.prefill}",
+                          needed=f"{CELL_ROWS}, auto or windows")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -112,10 +120,11 @@ def plan(
 
     options, or the same as keyword arguments. A plan that does not fit is returned all the same (`fits`, `shortfalls`,
     `remedies`); `Plan.require()` turns it into the error a load raises. Raises BadArgument for options that contradict
-    each other, the machine or the model.
+    each other or the model, NoDevice for a card that is not there.
     """
     if options is not None and given:
-        raise BadArgument("give options or keyword arguments, not both")
+        raise BadArgument("options are given twice", found=f"options= and {', '.join(given)}",
+                          needed="a PlanOptions, or keyword arguments")  # fmt: skip
     o = options or make_options(**given)
     return make_plan(model, machine, choose_device(machine, o), o, costs)
 
@@ -127,14 +136,17 @@ def make_plan(
     o: PlanOptions,
     costs: CpuCosts | None = None,
     by: Pricing | None = None,
+    asked: PlanOptions | None = None,
 ) -> Plan:
-    """The plan on `gpu`, or on the CPU when that is None."""
-    by, g = by or Pricing(), model.geometry
+    """The plan on `gpu`, or on the CPU when that is None. asked: options that remedies change and for which the largest
+    context is, where `o` has choices of its own."""
+    by, g, asked = by or Pricing(), model.geometry, asked or o
     if o.profile is not None and (o.profile.n_layers, o.profile.n_experts) != (g.L, g.E):
         raise BadArgument(
             "the profile is of another model",
             found=f"{o.profile.n_layers} layers x {o.profile.n_experts} experts",
             needed=f"{g.L} x {g.E}",
+            advice="Make one for this model with `strata profile`, or leave the profile out.",
         )
     notes = list(model.notes)
     largest = largest_context(model, machine, gpu, o, price_of=by.quick)
@@ -155,9 +167,8 @@ def make_plan(
     if gpu is None:
         estimate = estimate_cpu(model, machine, threads, context, priced.kv, where, reads, count_ops(g), costs)
     else:
-        share = o.pcie_share
-        link = priced.experts in ("pinned", "resident") or bool(share)
-        if share is None and by.share is not None and any(x.line == "link staging" for x in priced.lines):
+        share, link = o.pcie_share, any(x.line == "link staging" for x in priced.lines)
+        if share is None and by.share is not None and link:
             share = by.share(model, machine, gpu, threads, where.vram, costs)
         estimate = estimate_gpu(model, machine, gpu, threads, context, priced.kv, where, reads, link, costs, share)
     if where.disk > 0:
@@ -191,8 +202,8 @@ def make_plan(
         estimate=estimate,
         shortfalls=priced.shortfalls,
         notes=(*notes, *priced.notes),
-        remedies=remedies(model, machine, gpu, o, context, priced, by.price_of),
-        largest_context=largest,
+        remedies=remedies(model, machine, gpu, asked, context, priced, by.price_of),
+        largest_context=largest if asked is o else largest_context(model, machine, gpu, asked, price_of=by.quick),
         slots_per_gib=slots_per_gib(model, machine, gpu, o, context, priced, by.price_of),
         pcie_share=estimate.pcie_share,
         link_gbps=None if gpu is None else gpu.link_gbps,
@@ -219,8 +230,9 @@ def _context(
     if quick and by.price_of(m, machine, gpu, o, quick).needs_disk:
         quick = largest_context(m, machine, gpu, o, no_disk=True, price_of=by.price_of)
     if quick:
-        note = [] if quick == trained else [f"context {quick:,} of the trained {trained:,}: the largest that fits"]
-        return quick, note
+        beside = " beside all experts" if m.split is not None and o.slots is not None and o.slots >= m.n_pairs else ""
+        text = f"context {quick:,} of the trained {trained:,}: the largest that fits{beside}"
+        return quick, [] if quick == trained else [text]
     if largest:
         context = min(largest, SHOWN_CONTEXT)
         return context, [f"context {context:,}: experts do not fit into RAM, so none of it goes to a longer context"]

@@ -14,6 +14,7 @@ from strata.arch.flash_next import mtp, program
 from strata.base.geometry import CELL_ROWS, DRAFT_RING_ROWS, WINDOW_ROWS, Geometry
 from strata.base.plan import MIB, PlanLine
 from strata.base.program import Buffer, Program
+from strata.gpu.memory import INBOX_SKIPS
 from strata.pack.grids import GRID, SIGNS
 from strata.pack.ngram_rows import WAYS
 from strata.pack.ngram_ticket import kept_ticket_bytes
@@ -118,7 +119,13 @@ def attention_shapes(g: Geometry, draft_rows: int = 0) -> frozenset[tuple[int, i
 
 @lru_cache(maxsize=64)
 def window_program_bytes(g: Geometry, draft_rows: int = 0) -> int:
-    return sum(aligned(b.n_bytes) for b in program_buffers(g, False, draft_rows))
+    """Buffers of a window's programs and the draft layer's, without the logits. Small inputs lie side by side, and
+    every state of a session has a word that tells where it is."""
+    buffers, programs = program_buffers(g, False, draft_rows), priced_programs(g, draft_rows)
+    inbox = {b.name: -(-b.n_bytes // 8) * 8 for b in buffers if b.role == "io" and b.name not in INBOX_SKIPS}
+    states = {b.name for p in programs for b in p.buffers.values() if b.role not in ("io", "scratch", "table")}
+    rest = sum(aligned(b.n_bytes) for b in buffers if b.name not in inbox)
+    return aligned(sum(inbox.values())) + aligned(8 * max(len(states), 1)) + rest
 
 
 def chunk_program_bytes(g: Geometry, rows: int) -> int:

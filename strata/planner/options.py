@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass, fields
 
 from strata.base.errors import BadArgument, need
 from strata.base.geometry import CELL_ROWS, LEAST_CONTEXT
-from strata.base.numbers import real_number, whole_number
+from strata.base.numbers import one_of, plain, real_number, shown, whole_number
+from strata.cpu.cores import MOST_THREADS
 from strata.pack.profile import ExpertProfile
 from strata.planner.state_bytes import kv_format
 
 EXPERT_MODES = ("auto", "mapped", "pinned", "resident")
 DRAFTS = ("off", "lookup", "auto", "mtp")
 NGRAM_MODES = ("auto", "mapped", "direct")
+
+MOST = {"threads": MOST_THREADS}
+MOST_OF_ANY = (1 << 31) - 1
+"""Largest value of a whole number among the options, by name and otherwise: positions and ids are int32."""
+LEAST_GIB, MOST_GIB = 1 / 1024, 1e9
+
+INSTEAD = {
+    "context": "None is the trained context, or what fits.",
+    "threads": "None is one thread per usable core.",
+    "slots": "None is as many as fit.",
+    "vram_gib": "None is what is free.",
+    "ram_gib": "None is what is available.",
+    "pcie_share": "None chooses by cost.",
+}
+"""Advice for options that choose by themselves."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +39,7 @@ class PlanOptions:
 
     context      cells per session; None = the smaller of trained context and what fits
     sessions     session states allocated at load
-    kv           "auto" (f16 up to 8K of context, int8 above), "f16" or "int8"
+    kv           "auto" (f16 up to 8K of context where it fits, int8 above), "f16" or "int8"
     device       "auto" (the first GPU, else the CPU), "cpu", "cuda" (the first) or "cuda:N"
     experts      what RAM holds: "mapped" (file pages), "pinned" (all, locked for the GPU), "resident" (what VRAM
                  does not hold), "auto" (the fastest that fits)
@@ -65,33 +82,36 @@ class PlanOptions:
     ram_gib: float | None = None
 
     def __post_init__(self) -> None:
+        for name in ("kv", "device", "experts", "prefill", "draft", "ngram"):
+            self._set(name, plain(getattr(self, name)))
         for name, least in (("sessions", 1), ("checkpoints", 0)):
-            self._set(name, _whole(name, getattr(self, name), least, optional=False))
+            self._set(name, check_whole(name, getattr(self, name), least, optional=False))
         for name, least in (("context", 1), ("slots", 0), ("ngram_cache_rows", 0), ("threads", 1),
                             ("draft_vocabulary", 1)):  # fmt: skip
-            self._set(name, _whole(name, getattr(self, name), least))
+            self._set(name, check_whole(name, getattr(self, name), least))
         small = self.context is not None and self.context < LEAST_CONTEXT
         need(not small, "the context is too small", found=self.context, needed=f">= {LEAST_CONTEXT}")
         known = self.profile is None or isinstance(self.profile, ExpertProfile)
-        need(known, "profile is unusable", found=repr(self.profile), needed="a path or an ExpertProfile")
+        need(known, "profile is unusable", found=shown(self.profile), needed="a path or an ExpertProfile")
         kv_format(self.kv, 1)
-        need(self.ngram in NGRAM_MODES, f"unknown ngram {self.ngram!r}", needed=" or ".join(NGRAM_MODES))
+        check_name("ngram", self.ngram, NGRAM_MODES)
         check_device_name(self.device)
-        need(self.experts in EXPERT_MODES, f"unknown expert mode {self.experts!r}", needed=" or ".join(EXPERT_MODES))
-        need(self.draft in DRAFTS, f"unknown draft {self.draft!r}", needed=" or ".join(DRAFTS))
+        check_name("experts", self.experts, EXPERT_MODES)
+        check_name("draft", self.draft, DRAFTS)
         if not isinstance(self.prefill, str):
             rows = whole_number(self.prefill)
             self._set("prefill", self.prefill if rows is None else rows)
         chunk = self.prefill
         whole = type(chunk) is int and chunk > 0 and chunk % CELL_ROWS == 0
         need(
-            whole or (isinstance(chunk, str) and chunk in ("auto", "windows")),
-            "prefill must be auto, windows or a multiple of 256 rows",
-            found=repr(chunk),
+            whole or one_of(chunk, ("auto", "windows")),
+            "prefill is out of range",
+            found=shown(chunk),
+            needed="auto, windows or a multiple of 256 rows",
         )
         for name, least, most in (("reserve_mib", 0.0, 1e9), ("hit_rate", 0.0, 1.0), ("pcie_share", 0.0, 1.0),
-                                  ("vram_gib", 1 / 1024, 1e9), ("ram_gib", 1 / 1024, 1e9)):  # fmt: skip
-            self._set(name, _number(name, getattr(self, name), least, most))
+                                  ("vram_gib", LEAST_GIB, MOST_GIB), ("ram_gib", LEAST_GIB, MOST_GIB)):  # fmt: skip
+            self._set(name, check_real(name, getattr(self, name), least, most))
 
     def _set(self, name: str, value: object) -> None:
         """While the record is made: numbers of other libraries become Python's own."""
@@ -101,22 +121,31 @@ class PlanOptions:
 def check_device_name(device: object) -> None:
     """BadArgument unless it is "auto", "cpu", "cuda" or "cuda:N"."""
     text = device if isinstance(device, str) else ""
-    ok = text in ("auto", "cpu", "cuda") or (text.startswith("cuda:") and text[5:].isascii() and text[5:].isdigit())
-    need(ok, f"unknown device {device!r}", needed="auto, cpu, cuda or cuda:N")
+    need(text in ("auto", "cpu", "cuda") or re.fullmatch(r"cuda:[0-9]{1,9}", text) is not None, "unknown device",
+         found=shown(device), needed="auto, cpu, cuda or cuda:N")  # fmt: skip
 
 
-def _whole(name: str, value: object, least: int, optional: bool = True) -> int | None:
-    number = whole_number(value)
-    good = number is not None and number >= least
-    need(good or (optional and value is None), f"{name} is out of range", found=repr(value),
-         needed=f"an integer >= {least}")  # fmt: skip
+def check_name(name: str, value: object, names: tuple[str, ...]) -> None:
+    """BadArgument unless the option's value is one of the names."""
+    need(one_of(value, names), f"{name} is unknown", found=shown(value), needed=", ".join(names))
+
+
+def check_whole(name: str, value: object, least: int, optional: bool = True) -> int | None:
+    """The int that the option's value stands for, or None for None. BadArgument if it is none or out of range."""
+    number, most = whole_number(value), MOST.get(name, MOST_OF_ANY)
+    good = number is not None and least <= number <= most
+    need(good or (optional and value is None), f"{name} is out of range", found=shown(value),
+         needed=f"an integer in {least:,}..{most:,}" if name in MOST or (number or 0) > most else
+         f"an integer >= {least}", advice=INSTEAD.get(name))  # fmt: skip
     return number
 
 
-def _number(name: str, value: object, least: float, most: float) -> float | None:
+def check_real(name: str, value: object, least: float, most: float) -> float | None:
+    """The same for numbers that need not be whole."""
     number = real_number(value)
     good = number is not None and least <= number <= most
-    need(good or value is None, f"{name} is out of range", found=repr(value), needed=f"a number in {least:g}..{most:g}")
+    need(good or value is None, f"{name} is out of range", found=shown(value),
+         needed=f"a number in {least:g}..{most:g}", advice=INSTEAD.get(name))  # fmt: skip
     return number
 
 
@@ -126,5 +155,6 @@ def make_options(**given: object) -> PlanOptions:
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-            raise BadArgument(f"unknown option {name!r}", advice=f"Did you mean {near[0]!r}?")
+            raise BadArgument("unknown option", found=repr(name), needed=", ".join(known),
+                              advice=f"Did you mean {near[0]!r}?")  # fmt: skip
     return PlanOptions(**given)

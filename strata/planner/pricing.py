@@ -11,15 +11,13 @@ from strata.planner import needs
 from strata.planner.cache_size import size_cache
 from strata.planner.draft import DraftFacts, head_bytes, standard_facts
 from strata.planner.facts import ModelFacts
+from strata.planner.kv_choice import as_on_smaller_card, with_kv
 from strata.planner.machine import Gpu, Machine
 from strata.planner.options import PlanOptions
+from strata.planner.ram_room import amount, ram_floor_bytes, ram_free_bytes, ram_needed_bytes
 from strata.planner.slots import Allotment, admission_queue
 from strata.planner.state_bytes import kv_format
 from strata.planner.vram_bytes import relaid_bytes
-
-FLOOR_BYTES, FLOOR_SHARE, FREE_SHARE = 2560 * MIB, 8, 4
-"""RAM left to the system and to Python: 2.5 GiB, on small machines an eighth of all, on busy ones a quarter of what is
-free."""
 
 WSL_PINNED_BYTES = GIB
 """WSL locks about this much memory for a GPU."""
@@ -50,14 +48,10 @@ class Priced:
     needs_disk: bool
     ngram: str = "mapped"
 
-
-def ram_floor_bytes(machine: Machine, free_bytes: int) -> int:
-    return min(FLOOR_BYTES, machine.ram_total_bytes // FLOOR_SHARE, free_bytes // FREE_SHARE)
-
-
-def ram_free_bytes(machine: Machine, o: PlanOptions) -> int:
-    free = machine.ram_available_bytes
-    return free if o.ram_gib is None else min(free, int(o.ram_gib * GIB))
+    @property
+    def missing_bytes(self) -> int:
+        """What it lacks, of all memories."""
+        return sum(s.missing_bytes for s in self.shortfalls)
 
 
 def vram_free_bytes(gpu: Gpu, o: PlanOptions) -> int:
@@ -124,19 +118,57 @@ def _sums(lines: list[PlanLine]) -> str:
 
 def price_gpu(m: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, context: int) -> Priced:
     """The configuration on a GPU, with its RAM side. Where VRAM holds every expert, nothing is shared with the CPU."""
-    if m.split is None or (o.slots is not None and o.slots >= m.n_pairs):
+    if m.split is None:
         return _price_gpu(m, machine, gpu, o, context, None)
-    if o.slots is None:
-        every = _price_gpu(m, machine, gpu, replace(o, slots=m.n_pairs, profile=None), context, None)
-        if not any(s.device == "vram" for s in every.shortfalls):
+    if o.slots is None or o.slots >= m.n_pairs:
+        every = _price_gpu(m, machine, gpu, all_experts(m, o), context, None)
+        if o.slots is not None or not any(s.device == "vram" for s in every.shortfalls):
             return every
     held, link = o.slots != 0, uses_link(machine, o)
-    priced = _price_gpu(m, machine, gpu, o, context, (held, link))
+    priced = _price_linked(m, machine, gpu, o, context, held, link)
     if priced.experts == "resident":
-        return _price_gpu(m, machine, gpu, o, context, (held, link), m.split.swap)
+        made = _price_linked(m, machine, gpu, o, context, held, link, m.split.swap)
+        if o.experts == "resident" or (made.experts == "resident" and not made.shortfalls):
+            return made
+        o = replace(o, experts="mapped")  # RAM holds what VRAM does not, but not what moves it besides
+        priced = _price_linked(m, machine, gpu, o, context, held, link)
+    if priced.experts == "mapped" and o.experts == "auto" and o.pcie_share and priced.shortfalls:
+        least = _price_gpu(m, machine, gpu, replace(o, experts="resident"), context, (held, link), m.split.swap)
+        return min(priced, least, key=lambda p: p.missing_bytes)
     if link and priced.experts == "mapped" and not o.pcie_share:  # what is not locked does not go over the link
         return _price_gpu(m, machine, gpu, o, context, (held, False))
     return priced
+
+
+def _price_linked(
+    m: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, context: int, held: bool, link: bool,
+    swap: tuple[int, int] = (0, 0),
+) -> Priced:  # fmt: skip
+    """With room for experts over the link, or without where only that fits, or lacks less, and nobody asked for a
+    share."""
+    made = _price_gpu(m, machine, gpu, o, context, (held, link), swap)
+    if not link or o.pcie_share is not None or [s.device for s in made.shortfalls] != ["vram"]:
+        return made
+
+    def alone(m: ModelFacts, machine: Machine, gpu: Gpu | None, o: PlanOptions, context: int) -> Priced:
+        return _price_gpu(m, machine, gpu, o, context, (held, False), swap)
+
+    least = alone(m, machine, gpu, o, context)
+    if least.shortfalls:
+        return min(made, least, key=lambda p: p.missing_bytes)
+    spare = _fixed_vram(made) - _fixed_vram(least) - made.missing_bytes
+    least = as_on_smaller_card(alone, m, machine, gpu, o, least, spare)
+    note = f"no share goes over PCIe: {-(-made.missing_bytes // MIB):,} MiB of VRAM are missing for its staging"
+    return replace(least, notes=(*least.notes, note))
+
+
+def _fixed_vram(p: Priced) -> int:
+    return sum(x.n_bytes for x in p.lines if x.device == "vram" and x.line not in ("reserve", "expert cache"))
+
+
+def all_experts(m: ModelFacts, o: PlanOptions) -> PlanOptions:
+    """Every expert in VRAM: then nothing is shared."""
+    return replace(o, slots=m.n_pairs, experts="auto", pcie_share=None, profile=None)
 
 
 def uses_link(machine: Machine, o: PlanOptions) -> bool:
@@ -172,9 +204,8 @@ def _price_gpu(
         detail = _sums(lines) + f", reserve {cache.reserve_bytes / MIB:,.0f} MiB, {name} {n_bytes / MIB:,.0f} MiB"
         if name == "expert cache":
             detail += f", {o.slots if o.slots is not None else 1:,} slots"
-        shortfalls.append(
-            Shortfall("vram", limiting, fixed + cache.reserve_bytes + cache.own_bytes + n_bytes, free, detail)
-        )
+        needed = fixed + swap[0] + cache.reserve_bytes + cache.own_bytes + n_bytes
+        shortfalls.append(Shortfall("vram", limiting, needed, free, detail))
     if cache.own_bytes:
         lines.append(PlanLine("prefill buffers", "vram", cache.own_bytes, f"chunks of {cache.prefill_rows:,} rows"))
     lines.append(
@@ -238,10 +269,8 @@ def _ram_beside_gpu(m: ModelFacts, machine: Machine, o: PlanOptions, host: list[
     every, file_bytes = m.geometry.E * sum(places), m.experts_bytes
     complement = every - sum(s * b for s, b in zip(held.slots, places, strict=True))
     lockable = WSL_PINNED_BYTES if machine.wsl else room
-    wanted = {"pinned": every, "resident": complement}
-    notes, shortfalls, mode = [], [], o.experts
-    if room < 0:
-        shortfalls.append(Shortfall("ram", _first_over(lines, free), free - room, free))
+    wanted = {mode: -(-n // PAGE_BYTES) * PAGE_BYTES for mode, n in (("pinned", every), ("resident", complement))}
+    notes, mode = [], o.experts
     if mode == "auto":
         mode = (
             "resident" if complement == 0 else next((k for k in wanted if wanted[k] <= min(room, lockable)), "mapped")
@@ -250,7 +279,7 @@ def _ram_beside_gpu(m: ModelFacts, machine: Machine, o: PlanOptions, host: list[
             notes.append("WSL locks about 1 GiB for a GPU: experts stay file pages and no share goes over PCIe")
         elif mode == "resident" and complement:
             notes.append(
-                f"RAM holds the {complement / GIB:,.1f} GiB that VRAM does not hold; all need {every / GIB:,.1f} GiB"
+                f"RAM holds the {amount(complement)} that VRAM does not hold; all need {amount(every)}"
             )
     if mode == "mapped":
         in_ram = max(0, min(complement, room))
@@ -264,34 +293,39 @@ def _ram_beside_gpu(m: ModelFacts, machine: Machine, o: PlanOptions, host: list[
                 held=in_ram,
             )
         )
-        short = complement - in_ram
-        if o.pcie_share and every > min(room, lockable):
-            used = sum(x.held_bytes for x in lines) - in_ram
-            what = "a share over PCIe locks all experts"
-            shortfalls.append(Shortfall("ram", "experts (mapped)", used + every, free, what))
-        elif short > 0 and room >= 0:
+        short, locked = complement - in_ram, every if o.pcie_share else 0
+        if not locked and short > 0 and room >= 0:
             notes.append(
-                f"RAM lacks {short / GIB:,.1f} GiB for experts that VRAM does not hold: disk is read again and again"
+                f"RAM lacks {amount(short)} for experts that VRAM does not hold: disk is read again and again"
             )
-        return _Ram(tuple(lines), mode, in_ram, max(room - in_ram, 0), short > 0, tuple(shortfalls), tuple(notes))
-    n_bytes = -(-wanted[mode] // PAGE_BYTES) * PAGE_BYTES
+        what = "a share over PCIe locks all experts"
+        shortfalls = _ram_shortfalls(machine, lines[:-1], lines[-1].line, locked, free, what)
+        return _Ram(tuple(lines), mode, in_ram, max(room - in_ram, 0), short > 0, shortfalls, tuple(notes))
+    n_bytes = wanted[mode]
     reason = (
         "all experts, locked, so that the GPU reads them too"
         if mode == "pinned"
         else "experts that VRAM does not hold, locked"
     )
-    if n_bytes > min(max(room, 0), lockable):
-        limit = (
-            "WSL locks about 1 GiB"
-            if lockable < room
-            else f"{sum(x.held_bytes for x in lines) / MIB:,.0f} MiB of other RAM lines"
-        )
-        used = 0 if lockable < room else free - room
-        shortfalls.append(
-            Shortfall("ram", f"experts ({mode})", used + n_bytes, WSL_PINNED_BYTES if lockable < room else free, limit)
-        )
+    shortfalls = _ram_shortfalls(machine, lines, f"experts ({mode})", n_bytes, free)
     lines.append(PlanLine(f"experts ({mode})", "ram", n_bytes, reason))
-    return _Ram(tuple(lines), mode, n_bytes, max(room - n_bytes, 0), False, tuple(shortfalls), tuple(notes))
+    return _Ram(tuple(lines), mode, n_bytes, max(room - n_bytes, 0), False, shortfalls, tuple(notes))
+
+
+def _ram_shortfalls(
+    machine: Machine, lines: list[PlanLine], name: str, locked: int, free: int, what: str = ""
+) -> tuple[Shortfall, ...]:
+    """What does not fit beside a GPU: lines that end with the floor, and locked experts, of a line of that name."""
+    others = sum(line.held_bytes for line in lines[:-1])
+    if machine.wsl and locked > WSL_PINNED_BYTES:
+        return (Shortfall("ram", name, locked, WSL_PINNED_BYTES, "WSL locks about 1 GiB"),)
+    used = others + lines[-1].held_bytes
+    if used + locked > free:
+        needed = ram_needed_bytes(machine, others + locked)
+        of = f"{(needed - locked) / MIB:,.0f} MiB of other RAM lines" if locked else ""
+        limiting = _first_over(lines, free) if used > free else name
+        return (Shortfall("ram", limiting, needed, free, ", ".join(x for x in (of, what if locked else "") if x)),)
+    return ()
 
 
 def price_cpu(m: ModelFacts, machine: Machine, o: PlanOptions, context: int) -> Priced:
@@ -312,7 +346,9 @@ def price_cpu(m: ModelFacts, machine: Machine, o: PlanOptions, context: int) -> 
     if room < 0:
         dense = PlanLine("weights (mapped)", "ram", every_token, "", kind="map")
         limiting = _first_over([dense, *other], free)
-        shortfalls.append(Shortfall("ram", limiting, taken + every_token, free, _sums([dense, *other])))
+        needed = ram_needed_bytes(machine, taken - floor + every_token)
+        grown = replace(other[-1], n_bytes=needed - (taken - floor) - every_token)
+        shortfalls.append(Shortfall("ram", limiting, needed, free, _sums([dense, *other[:-1], grown])))
     in_ram = max(0, min(m.experts_bytes, room))
     spare = max(room - in_ram, 0)
     table = 0 if o.ngram == "direct" else min(spare, m.ngram_table_bytes)
@@ -324,7 +360,7 @@ def price_cpu(m: ModelFacts, machine: Machine, o: PlanOptions, context: int) -> 
     notes = []
     if in_ram < m.experts_bytes and room >= 0:
         notes.append(
-            f"RAM lacks {(m.experts_bytes - in_ram) / GIB:,.1f} GiB for the experts: disk is read again and again"
+            f"RAM lacks {amount(m.experts_bytes - in_ram)} for the experts: disk is read again and again"
         )
     return Priced(
         context=context,
@@ -346,6 +382,8 @@ def price_cpu(m: ModelFacts, machine: Machine, o: PlanOptions, context: int) -> 
 
 def price(m: ModelFacts, machine: Machine, gpu: Gpu | None, o: PlanOptions, context: int) -> Priced:
     """The configuration on `gpu`, or on the CPU when that is None. `context` in cells."""
+    if o.kv == "auto":
+        return with_kv(price, m, machine, gpu, o, context)
     if o.ngram == "auto":  # pages of the table may take what everything else leaves
         mapped = price(m, machine, gpu, replace(o, ngram="mapped"), context)
         if mapped.spare_ram_bytes >= m.ngram_table_bytes:

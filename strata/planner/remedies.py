@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from strata.base.geometry import CELL_ROWS
 from strata.base.plan import GIB, MIB
 from strata.planner.facts import ModelFacts
 from strata.planner.fitting import PriceOf, fits_at, largest_context
 from strata.planner.machine import Gpu, Machine
 from strata.planner.options import PlanOptions
 from strata.planner.pricing import Priced, price
+from strata.planner.ram_room import ram_needed_bytes
 from strata.planner.state_bytes import KV_GROUP
 
 MOST_REMEDIES = 3
@@ -24,6 +26,8 @@ def _changes(
         yield "slots=None (as many as fit)", replace(o, slots=None), context
     if o.experts not in ("auto", "mapped"):
         yield 'experts="auto"', replace(o, experts="auto"), context
+    if o.pcie_share:
+        yield "pcie_share=0", replace(o, pcie_share=0.0), context
     if kv == "f16" and context > 256 and m.geometry.dh % KV_GROUP == 0:
         yield 'kv="int8" (half the KV cache)', replace(o, kv="int8"), context
     if o.checkpoints > 1:
@@ -39,25 +43,35 @@ def _changes(
     if o.draft != "off":
         yield 'draft="off"', replace(o, draft="off"), context
     if gpu is not None and o.device != "cpu" and o.experts in ("auto", "mapped"):
-        alone = replace(
-            o, device="cpu", slots=None, vram_gib=None, prefill="windows" if o.prefill == "windows" else "auto"
-        )
-        yield 'device="cpu" (slower)', alone, context
+        given = {"slots": o.slots, "vram_gib": o.vram_gib, "pcie_share": o.pcie_share or None}
+        dropped = [name for name, value in given.items() if value is not None]
+        dropped += ["prefill"] if isinstance(o.prefill, int) and o.prefill != CELL_ROWS else []
+        alone = replace(o, device="cpu", **dict.fromkeys(given), prefill="auto" if "prefill" in dropped else o.prefill)
+        without = f", without {' and '.join(dropped)}" if dropped else ""
+        yield f'device="cpu" (slower{without})', alone, context
 
 
-def _more_memory(
-    m: ModelFacts, machine: Machine, gpu: Gpu | None, o: PlanOptions, context: int, priced: Priced
-) -> Iterator[str]:
-    """What a further amount of memory would do, from the shortfalls themselves."""
+def _more_memory(machine: Machine, gpu: Gpu | None, o: PlanOptions, priced: Priced) -> str:
+    """What amounts of memory would do, all of them together, from the shortfalls themselves."""
+    parts = []
     for s in priced.shortfalls:
+        if s.free_bytes != priced.free_bytes[s.device]:  # a limit that more memory does not lift
+            parts += ['experts="auto"'] if o.experts in ("pinned", "resident") else []
+            parts += ["pcie_share=0"] if o.pcie_share else []
+            continue
         name = "VRAM" if s.device == "vram" else "RAM"
         option = "vram_gib" if s.device == "vram" else "ram_gib"
-        capped = getattr(o, option) is not None
-        free = {"vram": gpu.free_bytes if gpu else 0, "ram": machine.ram_available_bytes}[s.device]
-        if capped and free >= s.needed_bytes:
-            yield f"{option}={-(-s.needed_bytes * 10 // GIB) / 10:g} or no cap"
-        else:
-            yield f"{s.missing_bytes / MIB:,.0f} MiB more {name}, or a smaller release of the model"
+        there = {"vram": gpu.free_bytes if gpu else 0, "ram": machine.ram_available_bytes}[s.device]
+        parts.append(_amount(name, option, s.needed_bytes, there, getattr(o, option) is not None))
+    bought = any("more" in part for part in parts)
+    return " and ".join(parts) + (", or a smaller release of the model" if bought else "")
+
+
+def _amount(name: str, option: str, needed_bytes: int, there_bytes: int, capped: bool) -> str:
+    """How so many bytes are had where there are fewer, or where a cap leaves fewer."""
+    if there_bytes >= needed_bytes:
+        return f"{option}={-(-needed_bytes * 10 // GIB) / 10:g} or no cap"
+    return f"{-(-(needed_bytes - there_bytes) // MIB):,} MiB more {name}" + (f" (no {option})" if capped else "")
 
 
 def remedies(
@@ -88,19 +102,22 @@ def remedies(
         smaller = largest_context(m, machine, gpu, o, no_disk=no_disk, price_of=price_of)
         if 0 < smaller < context:
             found.append(f"context={smaller}")
-    if priced.shortfalls:
-        found += list(_more_memory(m, machine, gpu, o, context, priced))
-    else:
-        lacking = _disk_bytes(m, priced)
-        found.append(f"{lacking / GIB:,.1f} GiB more RAM, or a release whose experts are that much smaller")
-    return tuple(found[:MOST_REMEDIES])
+    memory = _more_memory(machine, gpu, o, priced) if priced.shortfalls else _ram_for_all(m, machine, o, priced)
+    return (*found, memory) if memory not in found else tuple(found)
 
 
-def _disk_bytes(m: ModelFacts, priced: Priced) -> int:
-    held = (
-        sum(s * b for s, b in zip(priced.allotment.slots, m.expert_bytes, strict=True)) if priced.allotment.slots else 0
-    )
-    return m.experts_bytes - held - priced.ram_expert_bytes
+def _ram_for_all(m: ModelFacts, machine: Machine, o: PlanOptions, priced: Priced) -> str:
+    """RAM with which no expert would come from disk."""
+    slots = priced.allotment.slots
+    places = m.split.places if slots and m.split is not None else m.expert_bytes
+    held = sum(n * size for n, size in zip(slots, places, strict=True)) if slots else 0
+    lacking = m.geometry.E * sum(places) - held - priced.ram_expert_bytes
+    used = sum(x.held_bytes for x in priced.lines if x.device == "ram" and x.kind != "reserve")
+    needed, there = ram_needed_bytes(machine, used + lacking), machine.ram_available_bytes
+    if there >= needed:
+        return _amount("RAM", "ram_gib", needed, there, True)
+    more, capped = -(-(needed - there) * 10 // GIB) / 10, " (no ram_gib)" if o.ram_gib is not None else ""
+    return f"{more:,.1f} GiB more RAM{capped}, or a release whose experts are that much smaller"
 
 
 def slots_per_gib(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from strata.base.errors import FileError, need
+from strata.cpu.cores import MOST_THREADS
 from strata.pack.gguf_file import shard_paths
 from strata.pack.profile import write_atomic
 from strata.planner.machine import Machine
@@ -31,7 +32,8 @@ class Settings:
     pcie_num: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value, least, most in (("threads", self.threads, 1, 1 << 16), ("pcie_num", self.pcie_num, 0, 256)):
+        ranges = (("threads", self.threads, 1, MOST_THREADS), ("pcie_num", self.pcie_num, 0, 256))
+        for name, value, least, most in ranges:
             good = value is None or (isinstance(value, int) and not isinstance(value, bool) and least <= value <= most)
             need(good, f"{name} is out of range", found=repr(value), needed=f"{least} to {most}")
 

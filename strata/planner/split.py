@@ -46,7 +46,8 @@ class SplitCosts:
     memory_gbps: float = float("inf")
 
     def __post_init__(self) -> None:
-        need(len(self.cpu_us) >= 1 and min(self.cpu_us) > 0, "cpu_us is out of range", found=self.cpu_us, needed="> 0")
+        need(len(self.cpu_us) >= 1 and min(self.cpu_us) > 0, "cpu_us is out of range", found=self.cpu_us,
+             needed="a time for one row or more, each > 0")  # fmt: skip
         need(self.expert_bytes > 0 and self.memory_gbps > 0, "expert_bytes and memory_gbps are out of range",
              found=(self.expert_bytes, self.memory_gbps), needed="> 0")  # fmt: skip
         rest = (self.link_gbps, self.link_fixed_us, self.gpu_us, self.join_us)
@@ -114,7 +115,7 @@ def predict(costs: SplitCosts, misses: float, fraction: float, rows: float = 1.0
     has ended, the other goes on alone. The link's experts are computed when the hits are done.
     """
     need(misses >= 0 and hits >= 0 and 0 <= fraction <= 1, "misses, hits or fraction are out of range",
-         found=(misses, hits, fraction))  # fmt: skip
+         found=(misses, hits, fraction), needed=">= 0, >= 0 and 0 to 1")  # fmt: skip
     each_cpu, each_link = costs.cpu_us_at(rows), costs.link_us
     hits_us = hits * costs.gpu_us
     cpu, link = (1 - fraction) * misses * each_cpu, fraction * misses * each_link if fraction * misses else 0.0

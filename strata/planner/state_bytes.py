@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from strata.base.errors import need
 from strata.base.geometry import CELL_ROWS, Geometry
+from strata.base.numbers import one_of, shown
 
 KV_FORMATS = ("f16", "int8")
 
@@ -16,15 +17,16 @@ F16_CONTEXT = 8192
 
 def round_context(context: int) -> int:
     """Cells allocated for a context: whole cells of the prefill grid."""
-    need(context > 0, "context must be positive", found=context)
+    need(context > 0, "context must be positive", found=context, needed="> 0")
     return -(-context // CELL_ROWS) * CELL_ROWS
 
 
 def kv_format(kv: str, context: int, head_size: int = KV_GROUP) -> str:
     """The format that `kv` ("auto", "f16", "int8") means at this context and size of attention heads."""
-    need(kv in ("auto", *KV_FORMATS), f"unknown KV format {kv!r}", needed="auto, f16 or int8")
+    need(one_of(kv, ("auto", *KV_FORMATS)), "kv is unknown", found=shown(kv), needed="auto, f16 or int8")
     whole = head_size % KV_GROUP == 0
-    need(kv != "int8" or whole, "the int8 KV format needs whole groups of 64 values", found=f"heads of {head_size}")
+    need(kv != "int8" or whole, "the int8 KV format needs whole groups of 64 values", found=f"heads of {head_size}",
+         needed="a multiple of 64", advice='Use kv="f16" or "auto".')  # fmt: skip
     return kv if kv != "auto" else "f16" if context <= F16_CONTEXT or not whole else "int8"
 
 
