@@ -80,7 +80,7 @@ def test_many_rows_and_columns(name):
     K = format.group * (1 if format.group == 256 else 4)
     raw, x = random_rows(format, 70, K, "mid", seed=1), random_activations(8, K, "mid", seed=2)
     expected = wanted(format, raw, x)
-    for rows, T in ((1, 8), (4, 1), (8, 6), (33, 7), (70, 8)):
+    for rows, T in ((1, 8), (4, 1), (8, 6), (33, 7), (45, 5), (70, 5), (70, 8)):
         check(format, raw[:rows], x[:T], expected=expected[:T, :rows], reverse=rows == 33)
 
 
@@ -113,12 +113,15 @@ def test_every_number_of_blocks(format):
         check(format, raw, x)
 
 
-@pytest.mark.parametrize("how", ["BY_BULK", "BY_COPIES", "BY_REGISTERS"])
+HOW = ("BY_BULK", "BY_COPIES", "BY_REGISTERS")
+
+
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", sorted(HUGE))
 def test_huge(name, how):
     """By way of shared memory, as sm_90, sm_80 and sm_75 do: rows of part of a stage, and of more than a ring holds."""
     format = by_name(name)
-    source = replace(HUGE[name], instances=tuple(f"huge<{name}, {M}, {how}>" for M in COLUMNS))
+    source = replace(HUGE[name], instances=tuple(f"huge<{name}, {M}, {h}>" for M in COLUMNS for h in HOW))
     for rows, K in ((13, format.group), (45, 5632 + 3 * format.group)):
         raw, x = random_rows(format, rows, K, "mid", seed=1), random_activations(5, K, "mid", seed=2)
         weights, expected = aligned(relayout(format, raw)), wanted(format, raw, x)

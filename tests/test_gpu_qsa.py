@@ -167,6 +167,80 @@ def test_append_and_index_in_one(T, int8):
             assert_same(y, w)
 
 
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(
+    ("T", "pos", "block", "budget"),
+    [(1, 0, 4, 2), (1, 259, 4, 8), (1, 258, 4, 8), (2, 255, 4, 8), (3, 511, 4, 100), (4, 253, 4, 8), (5, 300, 4, 75),
+     (8, 260, 4, 8), (8, 253, 4, 30), (8, 56, 1, 3), (8, 2, 1, 1), (7, 190, 3, 16), (8, 33, 4, 10), (8, 1000, 4, 16)],
+)  # fmt: skip
+def test_append_index_and_scores_in_one(T, pos, block, budget, int8):
+    """Cells, keys and chosen blocks are the same as behind three kernels, also after the kernel has run again, and each
+    part reports under its own name."""
+    H, Hkv, dh, heads, dim, ring_rows, rotary = 3, 1, 256, 4, 128, 16, 64
+    table, most = rotary_table(CONTEXT, rotary, 1e7), CONTEXT // block // 4 * 4
+
+    def run(one: bool, bad: str, times: int = 1):
+        rng = np.random.default_rng(T)
+        q_gate, k, v = plain(rng, T, H, 2, dh), plain(rng, T, Hkv, dh), plain(rng, T, Hkv, dh)
+        iq, ik, ring = guarded(plain(rng, T, heads, dim)), plain(rng, T, dim), guarded(plain(rng, ring_rows, dim))
+        norm, index_norm, q = plain(rng, dh), plain(rng, dim), room(T, H, dh)
+        keys = guarded(plain(rng, most, dim))
+        if bad:
+            {"append": v, "index": ik, "queries": iq}.get(bad, v)[T - 1, ..., 3] = np.inf if bad != "select" else 1
+        if bad == "select":
+            keys[0] = 3e38
+        cells: list[np.ndarray | None] = []
+        for _ in range(2):
+            cells.append(room(CONTEXT, Hkv, dh, dtype="int8" if int8 else "float16"))
+            cells.append(room(CONTEXT, Hkv, dh // 64, dtype="float16") if int8 else None)
+        slots = [None if x is None else Slot(x) for x in (*cells, keys, ring)]
+        places = [0 if x is None else address(x) for x in slots]
+        kv = gpu_append.KvSlots(places[0], places[2], places[1], places[3])
+        a = gpu_append.Append(*map(address, (q_gate, k, v, norm, norm, q)), kv, H, Hkv, dh, rotary, 1e-6)
+        indexer = *map(address, (iq, ik, index_norm, index_norm)), *places[4:]
+        x = gpu_append.Index(*indexer, heads, dim, block, ring_rows, rotary, 1e-5)
+        error, where = ErrorWord(), np.array([pos], np.int64)
+        blocks, scores = room(T, budget, dtype="int32"), room(T, most)
+        at, mine, other = (address(where), address(table), T, error.address), place(4, LAYER), place(5, LAYER)
+        third = place(6, LAYER)
+        if one:
+            to = gpu_append.Scores(address(scores), budget, most, third)
+            launches = gpu_append.qsa_store(a, x, *at, mine, other, to)
+            launches += gpu_select.select(address(scores), address(where), address(blocks), T, block, budget, most)
+            assert len(launches) == 2
+        else:
+            launches = [*gpu_append.qsa_append(a, *at, mine), *gpu_append.qsa_index(x, *at, other)]
+            to = (address(where), address(blocks), address(scores))
+            launches += gpu_select.qsa_select(address(iq), places[4], *to, T, heads, dim, block, budget, most * block,
+                                              error.address, third, wide=False)  # fmt: skip
+        run_all(launches * times, reverse=one and T % 2 == 1)
+        arrays = [y for y in (q, ring, keys, blocks, *cells) if y is not None]
+        for y in (*arrays, iq, scores):
+            check_guards(y)
+        seen = [np.array(scores[t, : (pos + t + 1) // block]) for t in range(T)] if (pos + T) // block > budget else []
+        return [np.ascontiguousarray(y).view(np.uint8).copy() for y in (*arrays, *seen)], error.reported
+
+    chosen = (pos + T) // block > budget
+    for bad in ("", "append", "index", "queries", *(["select"] if chosen else [])):
+        (found, reported), (wanted, expected) = run(True, bad), run(False, bad)
+        assert reported == expected and (expected is None) == (not bad)
+        if bad:
+            continue
+        for y, w in zip(found, wanted, strict=True):
+            assert_same(y, w)
+        for y, w in zip(run(True, bad, times=2)[0], wanted, strict=True):
+            assert_same(y, w)
+
+
+def test_scores_beside_other_shapes_are_refused():
+    cells, to = gpu_append.KvSlots(64, 64), gpu_append.Scores(64, 8, 64, np.uint64(0))
+    for dh, dim, rotary, ring in ((64, 128, 64, 16), (256, 64, 64, 16), (256, 128, 32, 16), (256, 128, 64, 8)):
+        a = gpu_append.Append(*[64] * 6, cells, 4, 2, dh, rotary, 1e-6)
+        x = gpu_append.Index(*[64] * 6, 4, dim, 4, ring, rotary, 1e-6)
+        with pytest.raises(BadArgument, match="index"):
+            gpu_append.qsa_store(a, x, 64, 64, 8, 64, np.uint64(0), np.uint64(0), to)
+
+
 @pytest.mark.parametrize(("where", "row"), [("query", 1), ("key", 1)])
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf])
 def test_bad_scores_are_reported_and_blocks_stay_valid(where, row, bad):

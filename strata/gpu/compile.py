@@ -17,9 +17,13 @@ import re
 import resource
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 
 from strata.base.errors import StrataError
@@ -199,11 +203,58 @@ def _read_log(log: str) -> dict[str, Usage]:
 # ---- the check that CI runs
 
 
-def _check(job: tuple[Source, int, bool]) -> tuple[str, int, float, dict[str, Usage]]:
+Job = tuple[Source, int, bool]
+"""A source, the architecture, and whether the disk cache is used."""
+
+Checked = tuple[str, int, float, dict[str, Usage]]
+"""File, architecture, seconds, and what its kernels use."""
+
+
+def _check(job: Job) -> Checked:
     source, arch, use_cache = job
     start = time.monotonic()
     binary = compile_source(source, arch, use_cache=use_cache)
     return source.file, arch, time.monotonic() - start, binary.usage
+
+
+def _check_alone(job: Job) -> Checked:
+    """A job in a process of its own; StrataError naming it if the process dies."""
+    source, arch, _ = job
+    try:
+        with ProcessPoolExecutor(1) as pool:
+            return pool.submit(_check, job).result()
+    except BrokenProcessPool as error:
+        raise StrataError(
+            f"the compiler died on {source.file} for sm_{arch}",
+            found="a process that ended without a result",
+            needed="a cubin, or the compiler's complaint",
+            advice="A crash of NVRTC, or too little memory (then the system's log says so): change the source until it "
+            "compiles, or run with fewer --processes.",
+        ) from error
+
+
+def _check_jobs(jobs: Sequence[Job], processes: int) -> Iterator[Checked]:
+    """Results in the order of the jobs, which run in parallel. When a process dies, the pool does not say on what: jobs
+    that have no result by then run again, each alone, and one that dies there too is named by a StrataError."""
+    futures: list[Future[Checked]] = []
+    broken = False
+    with ProcessPoolExecutor(processes) as pool:
+        try:
+            with suppress(BrokenProcessPool):  # while jobs are still handed over
+                for job in jobs:
+                    futures.append(pool.submit(_check, job))
+            for job, future in zip_longest(jobs, futures):
+                found = None
+                with suppress(BrokenProcessPool):
+                    found = future.result() if future is not None else None
+                if found is None:
+                    if not broken:
+                        print("a process died: what has no result yet is compiled again, one at a time", flush=True)
+                    broken, found = True, _check_alone(job)
+                yield found
+        finally:
+            for future in futures:
+                future.cancel()
 
 
 def _work(source: Source) -> int:
@@ -219,22 +270,22 @@ def _children_cpu_s() -> float:
 
 def check_all(archs: tuple[int, ...], processes: int, verbose: bool, use_cache: bool = False) -> int:
     """Compile every source for every architecture in parallel, the longest first; prints a line each, and where more
-    than CPU_LIMIT_S were used, that. Returns the number of such complaints: kernels that spill, and the time."""
+    than CPU_LIMIT_S were used, that. Returns the number of such complaints: kernels that spill, and the time.
+    StrataError for a source that does not compile, or on which the compiler dies."""
     sources = sorted(all_sources(), key=_work, reverse=True)
     jobs = [(source, arch, use_cache) for source in sources for arch in archs]
     spilling, kernels, start, used_s = 0, 0, time.monotonic(), _children_cpu_s()
-    with ProcessPoolExecutor(processes) as pool:
-        for file, arch, seconds, usage in pool.map(_check, jobs):
-            most = max(u.registers for u in usage.values())
-            print(f"sm_{arch:<4} {file:<28} {len(usage):>4} kernels, at most {most:>3} registers, {seconds:.1f} s")
-            kernels += len(usage)
-            for name, u in usage.items():
-                # A stack frame without spills is an array indexed at run time: as slow, and as avoidable.
-                bad = u.spill_bytes > 0 or u.stack_bytes > 0
-                spilling += bad
-                if bad or verbose:
-                    note = f"{u.spill_bytes} bytes spilled, {u.stack_bytes} bytes of stack" if bad else "no spills"
-                    print(f"    {name:<40} {u.registers:>3} registers, {u.shared_bytes} bytes shared, {note}")
+    for file, arch, seconds, usage in _check_jobs(jobs, processes):
+        most = max(u.registers for u in usage.values())
+        print(f"sm_{arch:<4} {file:<28} {len(usage):>4} kernels, at most {most:>3} registers, {seconds:.1f} s")
+        kernels += len(usage)
+        for name, u in usage.items():
+            # A stack frame without spills is an array indexed at run time: as slow, and as avoidable.
+            bad = u.spill_bytes > 0 or u.stack_bytes > 0
+            spilling += bad
+            if bad or verbose:
+                note = f"{u.spill_bytes} bytes spilled, {u.stack_bytes} bytes of stack" if bad else "no spills"
+                print(f"    {name:<40} {u.registers:>3} registers, {u.shared_bytes} bytes shared, {note}")
     used_s, wall_s = _children_cpu_s() - used_s, time.monotonic() - start
     print(f"{kernels} kernels of {len(jobs)} cubins in {wall_s:.1f} s, {used_s:.0f} s of CPU time, {spilling} spill")
     slow = used_s > CPU_LIMIT_S
@@ -254,7 +305,11 @@ def main(arguments: list[str] | None = None) -> int:
     archs = ARCHS if options.all else tuple(options.arch)
     if not archs:
         parser.error("--all or --arch")
-    return 1 if check_all(archs, options.processes, options.verbose, options.cache) else 0
+    try:
+        return 1 if check_all(archs, options.processes, options.verbose, options.cache) else 0
+    except StrataError as error:
+        print(f"strata.gpu.compile: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from strata.base.errors import DoesNotFit, StrataError, need
+from strata.base.errors import DoesNotFit, NoDevice, StrataError, need
 from strata.base.progress import COMPILING, report
 from strata.gpu.capture import Capture
 from strata.gpu.compile import compile_source
@@ -110,14 +110,15 @@ class Device(Protocol):
 
 
 def import_cupy() -> Any:
-    """CuPy, or StrataError saying how to get it."""
+    """CuPy, or NoDevice saying how to get it."""
     try:
         import cupy
     except ImportError as error:
-        raise StrataError(
+        raise NoDevice(
             "the GPU backend needs CuPy",
             found=str(error),
-            advice="pip install 'strata[cuda12]' or 'strata[cuda13]', after the CUDA version of the driver.",
+            needed="CuPy for the CUDA version of the driver",
+            advice="pip install 'strata[cuda12]' or 'strata[cuda13]'.",
         ) from error
     return cupy
 
@@ -128,7 +129,7 @@ LEAST_CAPABILITY = (7, 5)
 def cuda_problem(index: int, capability: tuple[int, int] | None) -> StrataError | None:
     """Why this process cannot compute on CUDA device `index`, or None. Makes no context on it."""
     if capability is not None and capability < LEAST_CAPABILITY:
-        return StrataError(
+        return NoDevice(
             f"CUDA device {index} is too old",
             found="compute capability {}.{}".format(*capability),
             needed="{}.{} or newer".format(*LEAST_CAPABILITY),
@@ -141,9 +142,12 @@ def cuda_problem(index: int, capability: tuple[int, int] | None) -> StrataError 
     try:
         count = cp.cuda.runtime.getDeviceCount()
     except cp.cuda.runtime.CUDARuntimeError as error:
-        return StrataError("CuPy finds no CUDA device", found=str(error), advice="`strata doctor` shows the driver.")
+        return NoDevice("CuPy finds no CUDA device", found=str(error), needed="an NVIDIA GPU and its driver",
+                        advice="`strata doctor` shows devices and driver.")  # fmt: skip
     if index >= count:
-        return StrataError(f"CuPy finds no CUDA device {index}", found=f"{count} devices")
+        return NoDevice(f"CuPy finds no CUDA device {index}", found=f"{count} devices",
+                        needed=f"{index + 1} or more that CUDA_VISIBLE_DEVICES does not hide",
+                        advice="`strata doctor` shows devices and driver.")  # fmt: skip
     return None
 
 
@@ -170,7 +174,7 @@ class CupyDevice:
             self._device.use()
             major, minor = int(self._device.compute_capability[:-1]), int(self._device.compute_capability[-1])
         except self._runtime.CUDARuntimeError as error:
-            raise StrataError(
+            raise NoDevice(
                 f"CUDA device {index} cannot be used",
                 found=str(error),
                 needed="a device and a driver that the installed CuPy supports",
@@ -388,11 +392,11 @@ class CupyDevice:
 
 
 def required_device(what: str, index: int = 0) -> CupyDevice:
-    """A CUDA device; StrataError saying that `what` needs one, and how to get what is missing."""
+    """A CUDA device; NoDevice saying that `what` needs one, and how to get what is missing."""
     try:
         return CupyDevice(index)
     except StrataError as error:
-        raise StrataError(
+        raise NoDevice(
             f"{what} needs a GPU: {error.message}",
             found=error.found,
             needed="an NVIDIA GPU, its driver, CuPy and NVRTC",

@@ -55,6 +55,7 @@ class Lowering:
         self.branch_before: Branch | None = None  # which the product behind that one stores
         self.convolution_before: Op | None = None  # a gdn_conv that the next gdn_heads does
         self.stored_index = -1  # number of a qsa_index that the qsa_append before it has done
+        self.scored_index = -1  # number of a qsa_select whose scores that qsa_append has made
         self._fork, self._branch, self._held = 0, -1, False
         self.squeezed_before = False  # the product before an hc_squeeze has done it
 

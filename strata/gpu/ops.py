@@ -10,11 +10,12 @@ from strata.base.program import Op
 from strata.gpu import gated_delta, hc_ops, ngram_mix, qsa_append, qsa_attend, qsa_select
 from strata.gpu import router as routers
 from strata.gpu.embed import embed, tables
+from strata.gpu.error_word import where
 from strata.gpu.experts_op import begins_routing, lower_experts, multiply
 from strata.gpu.float_gemv import FloatMatrix, float_gemv
 from strata.gpu.gemv.mixed import KINDS, MOST_MATRICES, Part, mixed
 from strata.gpu.lower import Lowering
-from strata.gpu.memory import TILES_OR_TERMS
+from strata.gpu.memory import TILES_OR_LANES
 from strata.gpu.qsa_append import KvSlots
 from strata.gpu.weights import Matrix
 
@@ -151,9 +152,28 @@ def _qsa_append(c: Lowering, op: Op) -> None:
     index = _index_of(c, following) if following is not None and following.kind == "qsa_index" else None
     if index is not None and index.together(c.T):
         c.stored_index = c.index + 1
-        c.add(qsa_append.qsa_store(a, index, *at, c.where_next()))
+        c.add(qsa_append.qsa_store(a, index, *at, c.where_next(), _scores_of(c, following, a, index)))
     else:
         c.add(qsa_append.qsa_append(a, *at))
+
+
+def _scores_of(
+    c: Lowering, index_op: Op, append: qsa_append.Append, index: qsa_append.Index
+) -> qsa_append.Scores | None:
+    """What the op behind the index asks for, if it is scores that the same kernel makes."""
+    at = c.index + 2
+    op = c.program.ops[at] if at < len(c.program.ops) else None
+    if op is None or op.kind != "qsa_select" or not qsa_append.scores_too(append, index, c.T):
+        return None
+    if any(op.buffers[port] != index_op.buffers[port] for port in ("iq", "keys")):
+        return None
+    c.scored_index = at
+    k = op.consts
+    return qsa_append.Scores(_scores(c, op), k["budget"], c.context // k["block"], where(at, op.layer))
+
+
+def _scores(c: Lowering, op: Op) -> int:
+    return c.scratch("qsa.scores", qsa_select.score_bytes(c.T, c.context, op.consts["block"]))
 
 
 def _qsa_index(c: Lowering, op: Op) -> None:
@@ -162,8 +182,11 @@ def _qsa_index(c: Lowering, op: Op) -> None:
 
 
 def _qsa_select(c: Lowering, op: Op) -> None:
-    k = op.consts
-    scores = c.scratch("qsa.scores", qsa_select.score_bytes(c.T, c.context, k["block"]))
+    k, scores = op.consts, _scores(c, op)
+    if c.scored_index == c.index:
+        most = c.context // k["block"]
+        c.add(qsa_select.select(scores, c.at(op, "pos"), c.at(op, "blocks"), c.T, k["block"], k["budget"], most))
+        return
     c.add(
         qsa_select.qsa_select(
             c.at(op, "iq"),
@@ -187,7 +210,7 @@ def _qsa_attend(c: Lowering, op: Op) -> None:
     k = op.consts
     c.join()
     size = qsa_attend.part_bytes(c.T, k["H"], k["dh"], c.context, k["block"], k["budget"])
-    parts = c.scratch(TILES_OR_TERMS, size)
+    parts = c.scratch(TILES_OR_LANES, size)
     y, width = op.buffers["y"], k["H"] * k["dh"]
     groups = sorted(g for g in c.groups_of(y, width) - {0} if k["dh"] % g == 0) if c.fuse else []
     quantised = tuple(c.place_activations(y, width, g, c.T) for g in groups)

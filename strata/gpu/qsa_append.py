@@ -9,8 +9,13 @@ import numpy as np
 from strata.base.errors import need
 from strata.gpu.launch import Launch, Source, f32, i32, launch, pointer
 
-SOURCE = Source("qsa_append.cu", ("qsa_append", "qsa_index", "qsa_store", "qsa_ring"))
+SOURCE = Source("qsa_append.cu", ("qsa_store<false>", "qsa_store<true>", "qsa_ring"))
 WARPS = 4
+SCORED_SHAPE, SCORED_HEAD, SCORED_ROTARY, SCORED_ROWS = (4, 128), 256, 64, 8
+"""What the kernel that makes scores too is compiled for: heads of the indexer and their values, values of a head of
+attention, rotated values of either, most rows."""
+KEYS_A_BLOCK = 64
+"""Pooled keys that a thread block of it scores."""
 
 
 @dataclass(frozen=True)
@@ -95,16 +100,29 @@ class Index:
         return -(-(self.heads + 2) // WARPS)
 
 
+@dataclass(frozen=True)
+class Scores:
+    """Scores of complete blocks: their address (T, most) float32, for rows that see more than `budget` of them, and
+    where errors are reported."""
+
+    scores: int
+    budget: int
+    most: int
+    where: np.uint64
+
+
+NO_APPEND = Append(0, 0, 0, 0, 0, 0, KvSlots(0, 0), 0, 0, 0, 0, 1.0)
+NO_INDEX = Index(0, 0, 0, 0, 0, 0, -2, 0, 1, 1, 0, 1.0)
+
+
 def qsa_append(a: Append, pos: int, rope: int, T: int, error: int, where: np.uint64) -> list[Launch]:
     """Positions *pos + t, an int64; rope: table (context, rotary)."""
-    args = (*a.args, pointer(pos), pointer(rope), i32(a.rotary), f32(a.eps), pointer(error), where)
-    return [launch(SOURCE, "qsa_append", (a.blocks, T), 32 * WARPS, *args, shared_bytes=4 * WARPS * a.dh)]
+    return _store(a, NO_INDEX, pos, rope, T, error, where, where)
 
 
 def qsa_index(x: Index, pos: int, rope: int, T: int, error: int, where: np.uint64) -> list[Launch]:
     """Positions and table as for `qsa_append`."""
-    args = (*x.args(T), pointer(pos), pointer(rope), i32(x.rotary), f32(x.eps), pointer(error), where)
-    out = [launch(SOURCE, "qsa_index", (x.blocks, T), 32 * WARPS, *args, shared_bytes=4 * WARPS * x.dim)]
+    out = _store(NO_APPEND, x, pos, rope, T, error, where, where)
     if not x.together(T):
         skip = max(0, T - x.ring_rows)
         ring = (pointer(x.ik), pointer(x.ring_slot), pointer(pos), i32(skip), i32(x.dim), i32(x.ring_rows))
@@ -113,11 +131,37 @@ def qsa_index(x: Index, pos: int, rope: int, T: int, error: int, where: np.uint6
 
 
 def qsa_store(
-    a: Append, x: Index, pos: int, rope: int, T: int, error: int, where: np.uint64, index_where: np.uint64
-) -> list[Launch]:
-    """Both as one launch, for rows that `x.together` takes."""
+    a: Append, x: Index, pos: int, rope: int, T: int, error: int, where: np.uint64, index_where: np.uint64,
+    scores: Scores | None = None,
+) -> list[Launch]:  # fmt: skip
+    """Both as one launch, for rows that `x.together` takes. With `scores`, for what `scores_too` takes, so are the
+    scores that `qsa_select` would make behind it; iq then stays as it is."""
     need(x.together(T), "rows of an index in one kernel", found=T, needed=f"at most {x.ring_rows - x.block + 1}")
+    found = (T, x.heads, x.dim, x.rotary, a.dh, a.rotary)
+    need(scores is None or scores_too(a, x, T), "scores beside an index", found=found,
+         needed=(SCORED_ROWS, *SCORED_SHAPE, SCORED_ROTARY, SCORED_HEAD, SCORED_ROTARY))  # fmt: skip
+    return _store(a, x, pos, rope, T, error, where, index_where, scores)
+
+
+def scores_too(a: Append, x: Index, T: int) -> bool:
+    """Whether `qsa_store` takes these rows with scores."""
+    indexer, head = (x.heads, x.dim, x.rotary), (a.dh, a.rotary)
+    fits = indexer == (*SCORED_SHAPE, SCORED_ROTARY) and head == (SCORED_HEAD, SCORED_ROTARY)
+    return fits and x.together(T) and T <= SCORED_ROWS
+
+
+def _store(
+    a: Append, x: Index, pos: int, rope: int, T: int, error: int, where: np.uint64, index_where: np.uint64,
+    scores: Scores | None = None,
+) -> list[Launch]:  # fmt: skip
+    s = scores or Scores(0, 0, 0, where)
     args = (*a.args, *x.args(T), pointer(pos), pointer(rope), i32(a.rotary), i32(x.rotary), f32(a.eps), f32(x.eps),
-            pointer(error), where, index_where)  # fmt: skip
-    grid = (x.blocks + a.blocks, T)
-    return [launch(SOURCE, "qsa_store", grid, 32 * WARPS, *args, shared_bytes=4 * WARPS * max(a.dh, x.dim))]
+            i32(T), pointer(s.scores), i32(s.budget), i32(s.most), pointer(error), where, index_where,
+            s.where)  # fmt: skip
+    shared_bytes, grid = 4 * WARPS * max(a.dh, x.dim), T * (x.blocks + a.blocks)
+    if scores is not None:
+        heads, dim = SCORED_SHAPE
+        shared_bytes = max(shared_bytes, 4 * (-(-T // 4) * 4 * heads * dim + dim + T * (SCORED_ROTARY + dim)))
+        grid += -(-s.most // KEYS_A_BLOCK)
+    kernel = f"qsa_store<{'false' if scores is None else 'true'}>"
+    return [launch(SOURCE, kernel, grid, 32 * WARPS, *args, shared_bytes=shared_bytes)]

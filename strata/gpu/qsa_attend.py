@@ -33,8 +33,10 @@ def most_tiles(context: int, block: int, budget: int) -> int:
 
 
 def part_bytes(T: int, H: int, dh: int, context: int, block: int, budget: int) -> int:
-    """Bytes of the scratch for tiles of T rows."""
-    return 4 * min(T, ROWS_A_PIECE) * H * most_tiles(context, block, budget) * (dh + 2)
+    """Bytes of the scratch for tiles of T rows: room for the longest list in every context, so that a longer context
+    costs its cells and no scratch. Short ones have 6 MB too much for it, five experts of thousands."""
+    longest = budget * block + block - 1 if block else budget or context
+    return 4 * min(T, ROWS_A_PIECE) * H * most_tiles(longest, block, budget) * (dh + 2)
 
 
 def qsa_attend(

@@ -1,6 +1,6 @@
 // Sparse attention, second part: scores of complete blocks. Scores are not negative, and a NaN stays one.
 #include "early.cuh"
-#include "head_sums.cuh"
+#include "qsa_scores.cuh"
 
 #define THREADS 256
 #define SLICE 128  // values of a key that a warp holds at once
@@ -67,14 +67,7 @@ STARTS_EARLY KERNEL(THREADS) qsa_scores(const float *iq, float *const *keys_slot
         if ((bad & 1) && (int)((start + row + 1) / block) > budget) report(error, where, NOT_FINITE, row);
 }
 
-#define WIDE_THREADS 128
-#define WIDE_KEYS 16  // blocks of cells of a warp
-
-DEVICE float positive(float s) { return s != s ? s : s > 0.f ? s : 0.f; }
-
-// The same for 4 heads of 128 values, every block of cells by one warp of the grid: eight threads share four keys, which
-// are all on their way at once, and go through the heads two at a time. Product p = 4 h + j is of head h and key j; thread
-// c has p ^ c in its place.
+// The same for 4 heads of 128 values, every block of cells by one warp of the grid.
 STARTS_EARLY __global__ void __launch_bounds__(WIDE_THREADS, 4)
     qsa_scores_4x128(const float *iq, float *const *keys_slot, const i64 *pos, float *scores, int T, int block, int budget,
                      int most, u64 *error, u64 where) {
@@ -95,48 +88,10 @@ STARTS_EARLY __global__ void __launch_bounds__(WIDE_THREADS, 4)
         if (i < T) mine[i] = ((const float4 *)iq)[WIDE_THREADS * i + t];
     if (n_last <= budget || WIDE_KEYS * (WIDE_THREADS / 32) * (int)blockIdx.x >= n_last) return;
     float4 key[4][4];
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        int own = b + (j ^ c & 3);
-        const float4 *x = (const float4 *)keys + (size_t)(own < n_last ? own : n_last - 1) * 32 + c;
-#pragma unroll
-        for (int k = 0; k < 4; k++) key[j][k] = x[8 * k];
-    }
+    load_keys(keys, b, c, n_last, key);
 #pragma unroll
     for (int i = 0; i < 8; i++)
         if (i < T) q[WIDE_THREADS * i + t] = mine[i];
     __syncthreads();
-#pragma unroll 1
-    for (int row = 0; row < T; row++) {
-        float s[2];
-#pragma unroll
-        for (int pair = 0; pair < 2; pair++) {
-            float v[32];
-#pragma unroll
-            for (int i = 0; i < 32; i++) v[i] = 0.f;
-#pragma unroll
-            for (int k = 0; k < 4; k++)
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    float4 x = q[(4 * row + 2 * pair + (h ^ c >> 2)) * 32 + 8 * k + c];
-#pragma unroll
-                    for (int j = 0; j < 4; j++) {
-                        int p = 4 * (4 * h + j);
-                        v[p] = fma32(x.x, key[j][k].x, v[p]);
-                        v[p + 1] = fma32(x.y, key[j][k].y, v[p + 1]);
-                        v[p + 2] = fma32(x.z, key[j][k].z, v[p + 2]);
-                        v[p + 3] = fma32(x.w, key[j][k].w, v[p + 3]);
-                    }
-                }
-            s[pair] = positive(eight_sums<true>(v));
-        }
-        // Threads 0..3 of eight hold heads 0 and 2 of their four keys, threads 4..7 heads 1 and 3.
-        float head0 = __shfl_xor_sync(ALL_LANES, s[0], 4), head2 = __shfl_xor_sync(ALL_LANES, s[1], 4);
-        float total = add32(add32(add32(head0, s[0]), head2), s[1]);
-        int own = b + (c & 3), n = (start + row + 1) / block;
-        if (c >= 4 && own < n) {
-            scores[(size_t)row * most + own] = total;
-            if (!finite32(total) && n > budget) report(error, where, NOT_FINITE, row);
-        }
-    }
+    score_keys(q, key, b, c, start, scores, T, block, budget, most, error, where);
 }

@@ -7,14 +7,13 @@ import numpy as np
 from strata.base.errors import need
 from strata.gpu.launch import Launch, Source, i32, launch, pointer
 
-SUMMED = ((4, 4), (2, 16))
-"""Instances of the scores: keys that a warp scores at once, and pairs of row and head for each of them."""
-MOST_HEADS = SUMMED[-1][1]
+KEYS_A_WARP, MOST_HEADS = 2, 16
+"""Of the scores of any shape: keys that a warp scores at once, and pairs of row and head for each of them."""
 MOST_BUDGET = 1024
 """Blocks of cells that can be chosen: the selection has a thread for each."""
 MOST_BLOCKS = 1 << 21
 """Blocks of cells that the selection can count."""
-SCORES = Source("qsa_scores.cu", (*(f"qsa_scores<{k}, {n}>" for k, n in SUMMED), "qsa_scores_4x128"))
+SCORES = Source("qsa_scores.cu", (f"qsa_scores<{KEYS_A_WARP}, {MOST_HEADS}>", "qsa_scores_4x128"))
 SOURCE = Source("qsa_select.cu", ("qsa_select",))
 SCORE_THREADS, SELECT_THREADS = 256, 1024
 MOST_SCORE_BLOCKS = 528
@@ -54,9 +53,8 @@ def qsa_select(
                         shared_bytes=4 * T * heads * dim)  # fmt: skip
     else:
         need(1 <= heads <= MOST_HEADS, "heads of the indexer", found=heads, needed=f"1 to {MOST_HEADS}")
-        keys, pairs = next((k, n) for k, n in SUMMED if n >= min(T * heads, MOST_HEADS))
-        grid = min(MOST_SCORE_BLOCKS, max(1, -(-most * 32 // (keys * SCORE_THREADS))))
+        grid = min(MOST_SCORE_BLOCKS, max(1, -(-most * 32 // (KEYS_A_WARP * SCORE_THREADS))))
         args = (*inputs, i32(heads), i32(dim), i32(block), i32(budget), i32(most), *rest)
-        scored = launch(SCORES, f"qsa_scores<{keys}, {pairs}>", grid, SCORE_THREADS, *args,
+        scored = launch(SCORES, f"qsa_scores<{KEYS_A_WARP}, {MOST_HEADS}>", grid, SCORE_THREADS, *args,
                         shared_bytes=4 * T * heads * dim)  # fmt: skip
     return [scored, *select(scores, pos, blocks, T, block, budget, most)]

@@ -142,7 +142,8 @@ def mma_bytes(K: int) -> int:
 
 
 def brings_column(K: int) -> bool:
-    """Whether a single column of K values goes into shared memory first; others take the kernel of several columns."""
+    """Whether a single column of K values goes into shared memory first (kernels.cuh has the same); others take the
+    code of several columns."""
     return K % 64 == 0 and column_bytes(K, 32) <= MOST_COLUMN_BYTES
 
 
@@ -233,7 +234,7 @@ def product(
         grid = (across, rows // 32 if hidden else -(-rows // (64 * units)))
         return [launch(MMA, f"mma_rows<{format.name}>", grid, 128, *args, i32(units), shared_bytes=mma_bytes(x.K))]
     return [launch(source, f"product<{format.name}, {M}>", (across, tiles), 32 * warps, *args,
-                   shared_bytes=column_bytes(x.K, x.group) if M == 1 else 0)]  # fmt: skip
+                   shared_bytes=column_bytes(x.K, x.group) if brings_column(x.K) else 0)]  # fmt: skip
 
 
 def _chunks(format: BlockFormat, K: int) -> int:

@@ -190,6 +190,17 @@ DEVICE Least<WORDS> either(const Least<WORDS> &a, const Least<WORDS> &b, bool se
 }
 DEVICE NoLeast either(const NoLeast &a, const NoLeast &, bool) { return a; }
 
+// Which output of R row blocks and T columns thread q of a row has in the end: row `r` of its R, column `t`. Neighbours have
+// the same one where there are fewer than eight; `first` in one of them.
+template <int R, int T>
+struct Own {
+    static_assert(8 % (R * T) == 0, "outputs are shared out to eight threads");
+    enum { SAME = 8 / (R * T) };
+    int r, t;
+    bool first;
+    DEVICE Own(int q) : r(q / (SAME * T)), t(q / SAME % T), first(q % SAME == 0) {}
+};
+
 template <int R, int T>
 struct Lanes {
     float v[R][T][2], m[T];
@@ -200,29 +211,45 @@ struct Lanes {
 #pragma unroll
             for (int t = 0; t < T; t++) v[r][t][0] = v[r][t][1] = m[t] = 0.f;
     }
-    // The fixed tree over 16 lanes: distances 8, 4 and 2 join threads, 1 the two lanes of a thread.
-    template <class F>
-    DEVICE void sums(int q, float (&y)[R][T]) {
+    // Halves the distances between threads from `half` down to `last`. Of n sums threads keep half and trade the others; a
+    // single one all threads of a pair keep.
+    template <int N>
+    DEVICE static void join(int q, int half, int last, float (&sum)[N]) {
 #pragma unroll
-        for (int r = 0; r < R; r++)
+        for (int n = N; half >= last; half >>= 1, n >>= 1) {
+            bool upper = q & half;
+            if (n > 1) {
 #pragma unroll
-            for (int t = 0; t < T; t++) {
-#pragma unroll
-                for (int half = 4; half; half >>= 1)
-#pragma unroll
-                    for (int j = 0; j < 2; j++)
-                        v[r][t][j] = add32(v[r][t][j], __shfl_xor_sync(ALL_LANES, v[r][t][j], half));
-                float sum = add32(v[r][t][0], v[r][t][1]);
-                if constexpr (F::MINIMUM != 0) {
-                    float least = m[t];
-                    least = add32(least, __shfl_xor_sync(ALL_LANES, least, 4));
-                    least = add32(least, __shfl_xor_sync(ALL_LANES, least, 2));
-                    float other = __shfl_xor_sync(ALL_LANES, least, 1);
-                    least = R == 1 || (q & 1) == r ? least : other;
-                    sum = F::MINIMUM > 0 ? add32(sum, least) : sub32(sum, least);
-                }
-                y[r][t] = add32(sum, 0.f);
+                for (int i = 0; i < N / 2; i++)
+                    if (i < n / 2) {
+                        float traded = upper ? sum[i] : sum[i + n / 2];
+                        sum[i] = add32(upper ? sum[i + n / 2] : sum[i], __shfl_xor_sync(ALL_LANES, traded, half));
+                    }
+            } else {
+                sum[0] = add32(sum[0], __shfl_xor_sync(ALL_LANES, sum[0], half));
             }
+        }
+    }
+    // The fixed tree over 16 lanes: distances 8, 4 and 2 join threads, 1 the two lanes of a thread. Thread q of a row ends with
+    // the output that Own names.
+    template <class F>
+    DEVICE float output(int q) {
+        float lanes[2][R * T];
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+#pragma unroll
+            for (int i = 0; i < R * T; i++) lanes[j][i] = v[i / T][i % T][j];
+            join<R * T>(q, 4, 1, lanes[j]);
+        }
+        float sum = add32(lanes[0][0], lanes[1][0]);
+        if constexpr (F::MINIMUM != 0) {
+            static_assert(R == 2, "minima are shared out to two rows");
+            join<T>(q, 4, 2, m);  // thread 8 / T * t + r has those of row r and column t
+            Own<R, T> own(q);
+            float least = __shfl_sync(ALL_LANES, m[0], (threadIdx.x & 24) + 8 / T * own.t + own.r);
+            sum = F::MINIMUM > 0 ? add32(sum, least) : sub32(sum, least);
+        }
+        return add32(sum, 0.f);
     }
 };
 
@@ -239,8 +266,7 @@ DEVICE void add_step(const typename FORMAT::Raw (&raw)[R], int e, int q, u32 fir
     typename F::Step step[R];
 #pragma unroll
     for (int r = 0; r < R; r++) step[r] = F::unpack(raw[r], e, q, table);
-    static_assert(F::MINIMUM == 0 || R <= 2, "minima are shared out to two rows");
-    auto least = R == 1 ? step[0].least : either(step[0].least, step[R - 1].least, q & 1);
+    auto least = either(step[0].least, step[R - 1].least, q & 1);
 #pragma unroll
     for (int t = 0; t < T; t++) {
         typename F::X values = F::read(x, t, T == 1 ? first : opaque(first), q);
@@ -256,11 +282,18 @@ struct Rotates {
     static const bool VALUE = false;
 };
 
-// Row blocks at block[r] times T columns; y is the same in the eight threads of a row. DEPTH chunks are on their way
-// while one is computed; with 0, other warps hide the latency. ahead(n): what else is asked for before the wait, where the
-// first n bytes of each row block are on their way. inputs(): the columns, after the wait.
+// Whether the code of several columns brings a lone one near. With a grid most of the work is unpacking, and registers are
+// short.
+template <class F>
+struct LoneNear {
+    static const bool VALUE = F::ENTRIES == 0;
+};
+
+// Row blocks at block[r] times T columns; returns the output that Own names. DEPTH chunks are on their way while one is
+// computed; with 0, other warps hide the latency. ahead(n): what else is asked for before the wait, where the first n bytes
+// of each row block are on their way. inputs(): the columns, after the wait.
 template <class F, int R, int T, int DEPTH, class A, class X>
-DEVICE void multiply_by(const u8 *const (&block)[R], int K, A ahead, X inputs, const u32 *table, float (&y)[R][T]) {
+DEVICE float multiply_by(const u8 *const (&block)[R], int K, A ahead, X inputs, const u32 *table) {
     typedef typename F::Raw Raw;
     const int E = Raw::STEPS, P = Raw::BLOCKS, STEP_VALUES = P * F::VALUES;
     int lane = (int)opaque(threadIdx.x & 31), row = lane >> 3, q = lane & 7;
@@ -349,12 +382,12 @@ DEVICE void multiply_by(const u8 *const (&block)[R], int K, A ahead, X inputs, c
         }
         __syncwarp();
     }
-    lanes.template sums<F>(q, y);
+    return lanes.template output<F>(q);
 }
 
 template <class F, int R, int T, int DEPTH>
-DEVICE void multiply(const u8 *const (&block)[R], int K, const Columns<T> &x, const u32 *table, float (&y)[R][T]) {
-    multiply_by<F, R, T, DEPTH>(block, K, [](int) {}, [&]() { return x; }, table, y);
+DEVICE float multiply(const u8 *const (&block)[R], int K, const Columns<T> &x, const u32 *table) {
+    return multiply_by<F, R, T, DEPTH>(block, K, [](int) {}, [&]() { return x; }, table);
 }
 
 // A column of K values, a multiple of 64, as threads `thread` of `threads` bring it into shared memory: codes, sums, scales,

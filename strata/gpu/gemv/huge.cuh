@@ -40,23 +40,19 @@ template <class F, int T, int M, int HOW>
 DEVICE void huge_rows(const u8 *const (&block)[2], const Quantised &x, int from, int n, float *y, i64 y_stride, int first,
                       int rows, int K, u8 *area, u8 *ring) {
     int lane = threadIdx.x & 31, q = lane & 7;
-    float out[2][T];
+    float out;
     if constexpr (HOW == BY_REGISTERS) {
         Columns<T> far = {x.codes, x.scales, x.sums, {}};
 #pragma unroll
         for (int t = 0; t < T; t++) far.row[t] = (u32)(from + (t < n ? t : n - 1)) * (u32)K;
-        multiply<F, 2, T, Depth<F, T, M>::VALUE>(block, K, far, nullptr, out);
+        out = multiply<F, 2, T, Depth<F, T, M>::VALUE>(block, K, far, nullptr);
     } else {
         Columns<T> near = bring_columns<F, T>(x, from, n, K, area);
-        multiply_ring<F, 2, T, M, HOW>(block, K, near, nullptr, ring, out);
+        out = multiply_ring<F, 2, T, M, HOW>(block, K, near, nullptr, ring);
     }
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        int row = 4 * (first + r) + (lane >> 3);
-#pragma unroll
-        for (int t = 0; t < T; t++)
-            if (q == r * T + t && t < n && row < rows) y[(from + t) * y_stride + row] = out[r][t];
-    }
+    Own<2, T> own(q);
+    int row = 4 * (first + own.r) + (lane >> 3);
+    if (own.first && own.t < n && row < rows) y[(from + own.t) * y_stride + row] = out;
 }
 
 // y (columns, rows) = matrix times x; a warp takes two row blocks. Grid: (columns / M, row tiles). Dynamic shared memory: up
@@ -80,6 +76,6 @@ huge(const u8 *weights, int columns, const i8 *codes, const float *scales, const
     wait_for_inputs();
     Quantised x = {codes, scales, sums};
     int from = blockIdx.x * M, n = min(columns - from, M);
-    if (n <= 2) huge_rows<F, M == 1 ? 1 : 2, M, HOW>(block, x, from, n, y, y_stride, first, rows, K, area, ring);
+    if (M == 1 || n <= 2) huge_rows<F, M == 1 ? 1 : 2, M, HOW>(block, x, from, n, y, y_stride, first, rows, K, area, ring);
     else huge_rows<F, M, M, HOW>(block, x, from, n, y, y_stride, first, rows, K, area, ring);
 }

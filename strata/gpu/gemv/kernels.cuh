@@ -89,7 +89,7 @@ template <class F, int T, int M>
 struct Depth {
     static const int BYTES = sizeof(typename F::Raw);
     static const int MANY = F::Raw::LOADED > 40 ? 1 : Rotates<F>::VALUE ? 3 : 2;
-    static const int VALUE = M == 1 ? MANY : T == 1 ? (BYTES > 24 ? 1 : 2) : BYTES > 24 ? 0 : 1;
+    static const int VALUE = M == 1 ? MANY : T == 1 ? (BYTES > 24 ? 1 : 2) : BYTES > 24 || F::ENTRIES > 1024 ? 0 : 1;
 };
 
 // Gate and up with what follows them: quantised rows of the down product in groups of 32, one row for each entry.
@@ -104,32 +104,34 @@ struct Hidden {
     u64 *error, where;
 };
 
-// Column t of the block's 32 rows of gate (out[0]) and up (out[1]): SwiGLU, then warp t quantises column t. ROW_LANES lanes
-// hold a row.
-template <int T, int ROW_LANES = 8>
-DEVICE void finish_hidden(const float (&out)[2][T], const int (&entry)[T], int n, int expert, int width,
+template <int T>
+DEVICE int entry_of(int column, const int (&entry)[T]) {
+    int e = entry[0];
+#pragma unroll
+    for (int t = 1; t < T; t++) e = column == t ? entry[t] : e;
+    return e;
+}
+
+// SwiGLU of gate a and up b in row `row` of the block's 32 and column `column`, if `mine`; then warp t quantises column t.
+template <int T>
+DEVICE void finish_hidden(float a, float b, bool mine, int row, int column, const int (&entry)[T], int n, int expert, int width,
                           const Hidden &h, float (*columns)[32]) {
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    // All lanes of a row have all columns: lane t of them finishes column t, so that the function is there once.
-    int column = lane % ROW_LANES;
-    float a = out[0][0], b = out[1][0];
-#pragma unroll
-    for (int t = 1; t < T; t++) a = column == t ? out[0][t] : a, b = column == t ? out[1][t] : b;
     if (h.factors) {
         a = mul32(a, h.factors[expert]);
         b = mul32(b, h.factors[h.experts + expert]);
     }
-    if (column < T) columns[column][32 / ROW_LANES * warp + lane / ROW_LANES] = swiglu32(a, b);
+    if (mine) columns[column][row] = swiglu32(a, b);
     __syncthreads();
-    int mine = entry[0];
-#pragma unroll
-    for (int t = 1; t < T; t++) mine = warp == t ? entry[t] : mine;
     if (warp >= n) return;
     float value[1] = {columns[warp][lane]};
-    size_t group = (size_t)mine * (width / 32) + blockIdx.y;
+    size_t group = (size_t)entry_of(warp, entry) * (width / 32) + blockIdx.y;
     if (!quantise_group<1>(value, h.codes + 32 * group, h.scales + group, h.sums + 2 * group) && lane == 0)
         report(h.error, h.where, NOT_FINITE, expert);
 }
+
+// Whether a lone column of K values is brought near (gemv/__init__.py has the same).
+DEVICE bool brings_column(int K) { return K % 64 == 0 && K + K / 4 + K / 8 <= 16 << 10; }
 
 template <class F, int T, int M>
 DEVICE void rows_of_block(const u8 *weights, bool dense, Group &g, const Quantised &x, int share,
@@ -144,7 +146,6 @@ DEVICE void rows_of_block(const u8 *weights, bool dense, Group &g, const Quantis
     // With one column, warps behind the last row do its work again: all bring the column into shared memory.
     const u8 *block[2] = {row_block(weights, M == 1 ? min(first, last) : first),
                           h.codes ? row_block(h.up, first) : row_block(weights, min(first + 1, last))};
-    float out[2][T];
     auto ahead = [&](int asked) {
         if (dense && (M == 1 || F::ENTRIES == 0) && asked < (int)bytes)
 #pragma unroll
@@ -158,20 +159,18 @@ DEVICE void rows_of_block(const u8 *weights, bool dense, Group &g, const Quantis
         }
         return c;
     };
-    multiply_by<F, 2, T, Depth<F, T, M>::VALUE>(block, K, ahead, inputs, table, out);
+    float out = multiply_by<F, 2, T, Depth<F, T, M>::VALUE>(block, K, ahead, inputs, table);
     again.have = opaque(again.have);  // found again rather than kept: registers are what limits four columns
     int n = again.next<T>(entry);
+    Own<2, T> own(q);
     if (h.codes) {
-        finish_hidden<T>(out, entry, n, g.expert, rows, h, columns);
+        float up = __shfl_xor_sync(ALL_LANES, out, 4);  // threads of the first row have gate
+        finish_hidden<T>(out, up, own.r == 0 && own.first, 4 * (threadIdx.x >> 5) + (lane >> 3), own.t, entry, n, g.expert, rows,
+                         h, columns);
         return;
     }
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        int row = 4 * (first + r) + (lane >> 3);
-#pragma unroll
-        for (int t = 0; t < T; t++)
-            if (q == r * T + t && t < n && row < rows) y[entry[t] * y_stride + row] = out[r][t];
-    }
+    int row = 4 * (first + own.r) + (lane >> 3);
+    if (own.first && own.t < n && row < rows) y[entry_of(own.t, entry) * y_stride + row] = out;
 }
 
 // Where the matrix of a block's expert lies, by words that may still change; null if it has none.
@@ -203,7 +202,7 @@ product(const u8 *weights, const u8 *up, const u64 *addresses, int part, i64 str
         int experts, u64 *error, u64 where) {
     __shared__ uint4 space[F::TABLE / 4 + !F::TABLE];
     __shared__ float hidden[M][32];
-    DYNAMIC_SHARED(area);  // with M = 1: the column
+    DYNAMIC_SHARED(area);  // a lone column
     u32 *table = (u32 *)space;
     Group g;
     if (ids) {
@@ -239,18 +238,20 @@ product(const u8 *weights, const u8 *up, const u64 *addresses, int part, i64 str
     stage<F>(table);
     const bool LATE = M == 1 || F::ENTRIES == 0;  // grid formats have no registers left to wait behind the first loads
     if (!LATE) wait_for_inputs();
-    if (M > 1 && !h_codes && (blockIdx.y * (blockDim.x >> 5) + (threadIdx.x >> 5)) * 8 >= rows) {
+    // A lone column comes near, as with M = 1: most experts of a window are wanted by one of its rows.
+    const bool NEAR = M == 1 || LoneNear<F>::VALUE;
+    int n = __popc(g.have);
+    bool alone = M == 1 || (n == 1 && (!NEAR || brings_column(K)));
+    if (!(NEAR && alone) && !h_codes && (blockIdx.y * (blockDim.x >> 5) + (threadIdx.x >> 5)) * 8 >= rows) {
         if (LATE) wait_for_inputs();
         return;
     }
     Quantised x = {codes, scales, sums};
     Hidden h = {up, h_codes, h_scales, h_sums, factors, experts, error, where};
-    // With a grid most of the work is unpacking: two columns take the code of M, but for IQ1, which then spills on sm_86.
-    const bool PAIRS = F::ENTRIES == 0 || F::ENTRIES > 1024;
-    int n = __popc(g.have);
-    if (M == 1 || n == 1)
-        rows_of_block<F, 1, M>(weights, !ids, g, x, share, table, y, y_stride, rows, K, h, hidden, area);
-    else if (PAIRS && n == 2)
+    const bool PAIRS = F::ENTRIES == 0;  // with a grid, two columns take the code of M
+    if (alone)
+        rows_of_block<F, 1, NEAR ? 1 : M>(weights, !ids, g, x, share, table, y, y_stride, rows, K, h, hidden, area);
+    else if (PAIRS && n <= 2)
         rows_of_block<F, M == 1 ? 1 : PAIRS ? 2 : M, M>(weights, !ids, g, x, share, table, y, y_stride, rows, K, h, hidden, area);
     else
         rows_of_block<F, M, M>(weights, !ids, g, x, share, table, y, y_stride, rows, K, h, hidden, area);

@@ -44,7 +44,6 @@ DEVICE void quantised_unit(const Part &p, const Quantised &x, int from, int n, i
     Columns<T> columns = {x.codes, x.scales, x.sums, {}};
 #pragma unroll
     for (int t = 0; t < T; t++) columns.row[t] = (u32)(from + (t < n ? t : n - 1)) * (u32)K;
-    float out[2][T];
     if (M > 1) bring_early(block[0], (block[1] > block[0] ? 2 : 1) * (u32)bytes, lane, 32);  // registers are short
     auto ahead = [&](int asked) {
         if (M == 1 && asked < (int)bytes)
@@ -59,14 +58,10 @@ DEVICE void quantised_unit(const Part &p, const Quantised &x, int from, int n, i
             return near;
         }
     };
-    multiply_by<F, 2, T, Depth<F, T, M>::VALUE>(block, K, ahead, inputs, nullptr, out);
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        int row = 4 * (2 * p.unit + r) + (lane >> 3);
-#pragma unroll
-        for (int t = 0; t < T; t++)
-            if (q == r * T + t && t < n && row < p.rows) p.y[(size_t)(from + t) * p.rows + row] = out[r][t];
-    }
+    float out = multiply_by<F, 2, T, Depth<F, T, M>::VALUE>(block, K, ahead, inputs, nullptr);
+    Own<2, T> own(q);
+    int row = 4 * (2 * p.unit + own.r) + (lane >> 3);
+    if (own.first && own.t < n && row < p.rows) p.y[(size_t)(from + own.t) * p.rows + row] = out;
 }
 
 template <class F, int M>

@@ -55,16 +55,16 @@ DEVICE void rows_by_mma(MmaRing<F, HOW> &ring, const MmaBlocks &block_of, int un
 #pragma unroll 1
     for (int u = 0; u < units; u++) {
         ring.template multiply<T>(u, units * ring.steps, block_of, near, out);
-        if (h.codes) {  // one unit in every warp
-            finish_hidden<T, 4>(out, entry, n, g.expert, rows, h, columns);
-            return;
-        }
-        // Thread t of four stores column t.
-        int mine = lane & 3, row = first + 16 * u + (lane >> 2), at = entry[0];
+        // Thread t of four finishes column t.
+        int mine = lane & 3;
         float front = out[0][0], back = out[1][0];
 #pragma unroll
-        for (int t = 1; t < T; t++)
-            at = mine == t ? entry[t] : at, front = mine == t ? out[0][t] : front, back = mine == t ? out[1][t] : back;
+        for (int t = 1; t < T; t++) front = mine == t ? out[0][t] : front, back = mine == t ? out[1][t] : back;
+        if (h.codes) {  // one unit in every warp
+            finish_hidden<T>(front, back, mine < T, 8 * (threadIdx.x >> 5) + (lane >> 2), mine, entry, n, g.expert, rows, h, columns);
+            return;
+        }
+        int row = first + 16 * u + (lane >> 2), at = entry_of(mine, entry);
         float *to = y + (at * y_stride + row);
         if (mine < n && row < rows) to[0] = front;
         if (mine < n && row + 8 < rows) to[8] = back;

@@ -134,8 +134,7 @@ DEVICE void start_ring(const u8 *const (&block)[R], int K, u8 *bytes) {
 
 // As `multiply`, by way of a ring that was started with the same row blocks.
 template <class F, int R, int T, int M, int HOW>
-DEVICE void multiply_ring(const u8 *const (&block)[R], int K, const Columns<T> &x, const u32 *table, u8 *bytes,
-                          float (&y)[R][T]) {
+DEVICE float multiply_ring(const u8 *const (&block)[R], int K, const Columns<T> &x, const u32 *table, u8 *bytes) {
     typedef typename F::Raw Raw;
     typedef Stages<F, R, M> S;
     const int E = Raw::STEPS, P = Raw::BLOCKS, STEP_VALUES = P * F::VALUES;
@@ -183,5 +182,5 @@ DEVICE void multiply_ring(const u8 *const (&block)[R], int K, const Columns<T> &
         if (next < all) ring.bring(s + S::DEPTH, block, next, min((int)S::SPAN, all - next));
         ring.close();
     }
-    lanes.template sums<F>(q, y);
+    return lanes.template output<F>(q);
 }

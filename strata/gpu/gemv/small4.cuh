@@ -33,6 +33,11 @@ struct Q4_1 : HalvesFrom<WHOLE, 1> {
     }
 };
 
+template <>
+struct LoneNear<Q4_1> {  // four columns spill on sm_120 beside it
+    static const bool VALUE = false;
+};
+
 // Relaid words hold the codes of values 4j..4j+3 in their low half and of 16+4j.. in their high half.
 struct IQ4_NL : HalvesFrom<WHOLE, 0> {
     typedef Layout<2, 4, 8, 8, 4, 2> Raw;
