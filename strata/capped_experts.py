@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -57,6 +57,14 @@ class CappedRun:
     other_us: float
     beside_us: float
     parts_us: dict[str, float]
+
+
+class Token(NamedTuple):
+    """A token's window; beside_us and copies: sums since the load, see `CappedRun`."""
+
+    window_us: float
+    beside_us: float
+    copies: int
 
 
 @dataclass(frozen=True)
@@ -126,7 +134,7 @@ def measure(
     options = {"context": context, "threads": threads, "prefill": "windows", "checkpoints": 0, "experts": "pinned",
                "device": device, "pcie_share": share}  # fmt: skip
     steps, step = 7 + (len(INTERVALS) + 1) * busy, iter(range(1, 100))
-    L, E, K = _sizes(path)
+    L, E, K = sizes(path)
     with load(path, slots=round(fraction * E) * L, **options) as model:
         o = orchestrator_of(model)
         found = CappedSpeed(
@@ -146,10 +154,10 @@ def measure(
         steady = skewed_ids(learnt + tokens, L, E, K, seed)
         routings = {"steady": steady, "moving": change_topics(steady, E, TOPIC_TOKENS, seed=seed)}
         learnt_counts = {name: count_windows(cut_windows(ids[:learnt]), L, E) for name, ids in routings.items()}
-        decoder = _Decoder(model)
+        decoder = Decoder(model)
         for name, ids in routings.items():
             for policy, rules in (("static", SwapRules(most=0)), ("ours", None)):
-                _fill(o, learnt_counts[name], rules)
+                fill(o, learnt_counts[name], rules)
                 add(runs=(*found.runs, decoder.run(ids[learnt:], tokens, name, policy)))
         if busy:
             table = routings["moving"][learnt:]
@@ -167,7 +175,7 @@ def measure(
     return found
 
 
-def _sizes(path: str | Path) -> tuple[int, int, int]:
+def sizes(path: str | Path) -> tuple[int, int, int]:
     """Layers, experts, experts a row."""
     from strata.arch import architecture_of
     from strata.pack.gguf_file import GgufFile
@@ -177,7 +185,7 @@ def _sizes(path: str | Path) -> tuple[int, int, int]:
     return g.L, g.E, g.K
 
 
-def _fill(o: Orchestrator, counts: np.ndarray, rules: SwapRules | None) -> None:
+def fill(o: Orchestrator, counts: np.ndarray, rules: SwapRules | None) -> None:
     """Empty the slots and fill them anew by counts; from now on they follow the rules (None: the usual ones)."""
     o.tiers.settle()
     for layer, expert in np.argwhere(o.tiers.resident).tolist():
@@ -187,7 +195,7 @@ def _fill(o: Orchestrator, counts: np.ndarray, rules: SwapRules | None) -> None:
     o.begin()
 
 
-class _Decoder:
+class Decoder:
     """Decodes tokens of a model whose experts come from a table."""
 
     def __init__(self, model: Model):
@@ -196,9 +204,10 @@ class _Decoder:
             self._session = SessionState(model._backend, model.context, checkpoints=0)
 
     def run(
-        self, table: np.ndarray, tokens: int, routing: str = "", policy: str = "", limit_s: float = float("inf")
-    ) -> CappedRun:
-        """Decode up to `tokens` with the experts of table (n, L, K), but end after `limit_s`."""
+        self, table: np.ndarray, tokens: int, routing: str = "", policy: str = "", limit_s: float = float("inf"),
+        each: list[Token] | None = None,
+    ) -> CappedRun:  # fmt: skip
+        """Decode up to `tokens` with the experts of table (n, L, K), but end after `limit_s`. each: gets all tokens."""
         model, o, backend = self._model, orchestrator_of(self._model), self._model._backend
         token, session = np.full(1, 17, np.int32), self._session
         with model.turn(), replayed(backend, table, (1,)):
@@ -212,6 +221,8 @@ class _Decoder:
                 backend.head(0, 1, HeadRequest())
                 session.commit(token, 1)
                 n, took_us = n + 1, (time.perf_counter() - began) * 1e6
+                if each is not None:
+                    each.append(Token(o.last_window_us, o.beside_us, o.tiers.stats()["copies"]))
             spent = o.stats.copy()
             spent -= before
         parts, (hit_rate, without) = spent.layer_us(), spent.hit_rates()

@@ -10,7 +10,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from strata.arch import architecture_of
+from strata.base.doorbell import Mailbox
 from strata.base.errors import need
 from strata.base.geometry import CELL_ROWS
 from strata.base.program import Op
@@ -27,6 +28,7 @@ from strata.gpu.device import COPY_STREAMS, Device, required_device
 from strata.gpu.expert_store import ExpertStore
 from strata.gpu.expert_stream import COPY, ExpertStream
 from strata.gpu.gemm.rate import BLOCK_OPERATIONS, tensor_rate
+from strata.gpu.hybrid import Hybrid
 from strata.gpu.prefill import Chunks
 from strata.gpu.prefill_ops import CHUNK_LOWERING
 from strata.gpu.slots import ExpertSlots
@@ -36,8 +38,8 @@ from strata.pack.experts import expert_layout
 from strata.pack.gguf_file import GgufFile
 from strata.pack.tensors import Tensors
 
-PLACES = ("resident", "ram")
-"""Where all experts are: in the device's memory, or in pinned memory of the host."""
+PLACES = ("resident", "ram", "pageable")
+"""Where all experts are: in the device's memory, in pinned memory of the host, or in memory that is not pinned."""
 NOT_FIRST = (1, 2)
 RATE_BLOCKS, RATE_ROUNDS = 1056, 2000
 """Of the tensor cores' measurement; eight blocks for each of 132 processors."""
@@ -86,7 +88,7 @@ class ChunkSpeed:
 @dataclass(frozen=True)
 class PrefillSpeed:
     """link_gbps: copies of pinned memory, 0 if none was measured. tensor_tops: int8 operations of tensor cores, 10^12 a
-    second."""
+    second. ops_ms: by place, ms by kind of op of the largest chunk, one op after the other; only if asked for."""
 
     device: str
     layers: int
@@ -94,10 +96,24 @@ class PrefillSpeed:
     link_gbps: float
     tensor_tops: float
     chunks: tuple[ChunkSpeed, ...]
+    ops_ms: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
         """As plain data."""
         return asdict(self)
+
+
+class NoService:
+    """In the place of the CPU's service where no window is run: chunks ask it for nothing."""
+
+    def __init__(self, mailbox: Mailbox, address: int, memory: object):
+        self.memory = memory
+
+    def begin_window(self) -> None: ...
+
+    def end_window(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @contextlib.contextmanager
@@ -105,8 +121,10 @@ def open_chunks(
     path: str | Path, context: int, kv: str, most_rows: int, places: Sequence[str], device: Device | None = None,
     layers: int | None = None,
 ) -> Iterator[GpuBackend]:  # fmt: skip
-    """A model's GPU backend that reads chunks of up to most_rows rows, its experts pinned in the host's memory and, for
-    "resident", in the device's too; it is closed at the end. layers: the first ones alone."""
+    """A model's GPU backend that reads chunks of up to most_rows rows, its experts in the host's memory, pinned unless
+    they are to be "pageable", and, for "resident", in the device's too; it is closed at the end. layers: the first ones
+    alone."""
+    need(not {"ram", "pageable"} <= set(places), "places of experts", found=tuple(places), needed="pinned ones or not")
     device = device or required_device("a measurement of a GPU's speed")
     with GgufFile(path) as gguf, contextlib.closing(device):  # also if there is no backend to close it
         arch = architecture_of(gguf)
@@ -118,9 +136,12 @@ def open_chunks(
         programs = arch.build_programs(g, -(-context // CELL_ROWS) * CELL_ROWS, kv, chunk_rows=most_rows)
         experts = expert_layout(gguf, g.L)
         slots = ExpertSlots(experts, [experts.E if "resident" in places else 0] * g.L, by_table=True)
-        store = ExpertStore(experts, gguf, device, "mapped" if device.registers_read_only else "pinned")
+        pinned = "mapped" if device.registers_read_only else "pinned"
+        store = ExpertStore(experts, gguf, device, "file" if "pageable" in places else pinned)
         order = [(layer, e) for layer in range(g.L) for e in range(experts.E)]
-        backend = GpuBackend(Tensors(gguf), g, experts, programs, device, slots=slots, store=store, fill_order=order)
+        hybrid = None if "resident" in places else Hybrid(device, experts, g.K, NoService)
+        backend = GpuBackend(Tensors(gguf), g, experts, programs, device, slots=slots, hybrid=hybrid, store=store,
+                             fill_order=order)  # fmt: skip
         try:
             yield backend
         finally:
@@ -259,16 +280,18 @@ def measure_chunks(
     ids: np.ndarray,
     *,
     rows: Sequence[int],
-    places: Sequence[str] = PLACES,
+    places: Sequence[str] = PLACES[:2],
     position: int = 0,
     repeats: int = 5,
     rate_rounds: int = RATE_ROUNDS,
+    ops: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> PrefillSpeed:
     """Measure chunks of these rows, of a session that has read `position` tokens.
 
     ids          (most rows, L, K) int32, the experts of a chunk's tokens
-    places       of PLACES; "resident" first: its experts leave the slots for "ram"
+    places       of PLACES; "resident" first: its experts leave the slots for the others
+    ops          also time each kind of op of the largest chunk
     on_progress  called with kinds of chunks measured and in all
     BadArgument for rows or places that the backend does not have.
     """
@@ -278,25 +301,28 @@ def measure_chunks(
          needed=" then ".join(PLACES))  # fmt: skip
     need(repeats >= 1 and max(rows) <= min(chunks.most_rows, len(ids)), "rows of a chunk", found=tuple(rows),
          needed=f"at most {min(chunks.most_rows, len(ids))}")  # fmt: skip
-    stream, found, slots = chunks.stream, [], backend.slots
+    stream, found, slots, ops_ms = chunks.stream, [], backend.slots, {}
     link_gbps, tensor_tops = link_rate(backend, stream), measured_tops(device, rounds=rate_rounds)
     state = backend.new_state()
     backend._bind(state)
     tokens = np.random.default_rng(1).integers(0, g.V, max(rows)).astype(np.int32)
     for where in places:
-        if where == "ram":
+        if where != "resident":
             for layer in range(g.L):
                 for e in np.flatnonzero(slots.resident(layer)).tolist():
                     slots.evict(layer, e)
-        need(where == "ram" or all(slots.resident(l).all() for l in range(g.L)), "experts on the device",
+        need(where != "resident" or all(slots.resident(l).all() for l in range(g.L)), "experts on the device",
              needed="all of them")  # fmt: skip
-        with _replayed(backend, chunks, ids, stream if where == "ram" else None):
+        with _replayed(backend, chunks, ids, stream if where != "resident" else None):
             for T in rows:
                 runs = [_run(backend, chunks, tokens[:T], position) for _ in range(1 + repeats)][1:]
                 found.append(_speed(runs, T, where, operations(backend, T), link_gbps, tensor_tops))
                 if on_progress is not None:
                     on_progress(len(found), len(places) * len(rows))
-    return PrefillSpeed(device.name, g.L, position, link_gbps, tensor_tops, tuple(found))
+            if ops:
+                chunks.run_timed(tokens, NOT_FIRST, position)  # once to warm up
+                ops_ms[where] = chunks.run_timed(tokens, NOT_FIRST, position)
+    return PrefillSpeed(device.name, g.L, position, link_gbps, tensor_tops, tuple(found), ops_ms)
 
 
 def prompt_rates(backend: GpuBackend) -> tuple[float, float]:

@@ -27,6 +27,7 @@ from strata.gpu.device import Device, required_device
 from strata.gpu.launch import Launch
 from strata.gpu.lower import Lowering
 from strata.gpu.ops import LOWERING
+from strata.gpu.slots import ExpertSlots
 from strata.gpu.speed import copy_blocks, replay_ids
 from strata.pack.experts import expert_layout
 from strata.pack.gguf_file import GgufFile
@@ -107,15 +108,23 @@ class GpuSpeed:
 
 
 @contextlib.contextmanager
-def open_backend(path: str | Path, context: int, kv: str, device: Device | None = None) -> Iterator[GpuBackend]:
-    """A model's GPU backend with all its experts on the device (None: the first one); it is closed at the end."""
+def open_backend(
+    path: str | Path, context: int, kv: str, device: Device | None = None, by_table: bool = False
+) -> Iterator[GpuBackend]:
+    """A model's GPU backend with all its experts on the device (None: the first one); it is closed at the end.
+
+    by_table: kernels find experts through a table of slots, as where VRAM holds a part, and not at fixed places
+    """
     device = device or required_device("a measurement of a GPU's speed")
     with GgufFile(path) as gguf, contextlib.closing(device):  # also if there is no backend to close it
         arch = architecture_of(gguf)
         g = arch.read_geometry(gguf)
         arch.check_contract(gguf, g)
         programs = arch.build_programs(g, -(-context // CELL_ROWS) * CELL_ROWS, kv)
-        backend = GpuBackend(Tensors(gguf), g, expert_layout(gguf, g.L), programs, device)
+        experts = expert_layout(gguf, g.L)
+        slots = ExpertSlots(experts, by_table=True) if by_table else None
+        order = [(layer, e) for layer in range(g.L) for e in range(g.E)] if by_table else None
+        backend = GpuBackend(Tensors(gguf), g, experts, programs, device, slots=slots, fill_order=order)
         try:
             yield backend
         finally:
@@ -226,10 +235,10 @@ def timed_us(device: Device, launches: Sequence[Launch], effort: Effort) -> floa
     """Median us of launches on the device, in a graph that repeats them."""
     repeats = max(1, effort.nodes // len(launches))
     graph = device.graph(repeated(launches, repeats))
-    return _queued_us(device, graph, 2, effort.rounds) / repeats
+    return queued_us(device, graph, 2, effort.rounds) / repeats
 
 
-def _queued_us(device: Device, launch: Callable[[], None], n: int, rounds: int) -> float:
+def queued_us(device: Device, launch: Callable[[], None], n: int, rounds: int) -> float:
     """Median over rounds of us a launch, n queued in a row."""
     launch()
     device.synchronize()
@@ -281,7 +290,7 @@ def measure(
     found = []
     with replayed(backend, table, rows) as rewind:
         for done, T in enumerate(rows):
-            us, wall_us = _window_us(backend, state, T, rewind, effort)
+            us, wall_us = window_us(backend, state, T, rewind, effort)
             program, distinct = backend.programs.windows[T], distinct_experts(table, T, effort.windows)
             n_bytes = sum(op_bytes(backend, program, op, position, distinct) for op in program.ops)
             nodes = len(backend._graphs[id(program)].lowering.launches) + 2
@@ -294,7 +303,7 @@ def measure(
                     rows=T, us=us, wall_us=wall_us, nodes=nodes, n_bytes=n_bytes, gbps=n_bytes / us / 1e3,
                     copy_share=n_bytes / us / 1e3 / copy_gbps, distinct=distinct,
                     card_us=n_bytes / card_gbps / 1e3 + nodes * node_us,
-                    head_us=_queued_us(device, head_graph.launch, effort.windows, effort.rounds),
+                    head_us=queued_us(device, head_graph.launch, effort.windows, effort.rounds),
                     head_nodes=head_nodes, head_bytes=head_bytes,
                     head_card_us=head_bytes / card_gbps / 1e3 + head_nodes * node_us,
                     ops=_ops(backend, program, table, position, copy_gbps, effort),
@@ -306,7 +315,7 @@ def measure(
     return GpuSpeed(device.name, backend.geometry.L, position, copy_gbps, node_us, weight_bytes, tuple(found))
 
 
-def _window_us(
+def window_us(
     backend: GpuBackend, state: Any, T: int, rewind: Callable[[], None], effort: Effort
 ) -> tuple[float, float]:
     """(us on the device, us of the call) of a window with replayed routing."""
@@ -318,7 +327,7 @@ def _window_us(
         walls.append((time.perf_counter() - began) * 1e6)
     rewind()
     graph = backend._graphs[id(backend.programs.windows[T])]
-    us = _queued_us(backend.device, graph.launch, effort.windows, effort.rounds)
+    us = queued_us(backend.device, graph.launch, effort.windows, effort.rounds)
     backend._check(graph.lowering, backend._error_word, state.rows)
     return us, statistics.median(walls[1:])
 

@@ -64,6 +64,29 @@ def test_a_chunk_with_experts_in_either_place(tiny_path, monkeypatch):
     assert rows == [["resident", "256"], ["ram", "256"]]
 
 
+@needs_compiler
+def test_experts_in_memory_that_is_not_pinned(tiny_path, monkeypatch):
+    """All come through pinned pieces, none by a copy of its own; ops are those of the program."""
+    monkeypatch.setattr(expert_stream, "STAGE_BYTES", 9 * 41 * 1024)
+    with open_chunks(tiny_path, 512, "f16", ROWS, ("pageable",), new_device(), layers=LAYERS) as backend:
+        g = backend.geometry
+        ids = uniform_ids(ROWS, g.L, g.E, g.K)
+        found = measure_chunks(backend, ids, rows=[ROWS], places=("pageable",), repeats=1, rate_rounds=1, ops=True)
+        experts = sum(layer.blob_bytes for layer in backend.slots.experts.layers) * g.E
+        kinds = {op.kind for op in backend.programs.chunk.ops}
+    (one,) = found.chunks
+    assert one.where == "pageable" and one.copy_bytes >= experts and one.copy_ms == 0 < one.ms
+    assert set(found.ops_ms) == {"pageable"} and set(found.ops_ms["pageable"]) == kinds
+    assert all(ms > 0 for ms in found.ops_ms["pageable"].values())
+    lines = text(found)
+    assert any(line.startswith("pageable") for line in lines) and any(line.startswith("  experts ") for line in lines)
+    with (
+        pytest.raises(BadArgument, match="places of experts"),
+        open_chunks(tiny_path, 512, "f16", ROWS, ("ram", "pageable"), new_device()),
+    ):
+        pass
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

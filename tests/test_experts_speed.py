@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from strata import capped_experts, experts_speed
 from strata.base.errors import BadArgument, StrataError
 from strata.cli import app
+from strata.cli.bench import link_shares
 from strata.cli.bench.experts import capped_lines, lines
 from strata.cli.experts_text import expert_lines
 from strata.experts_speed import measure
@@ -155,6 +156,53 @@ def test_a_run_beside_a_busy_thread_ends_in_time(path, patch, monkeypatch):
     assert sum(line.endswith(" 1 tokens") for line in text) == 1 + len(capped_experts.INTERVALS)
     assert [line.split()[0] for line in text if line][-4:] == ["simulated", "steady", "moving", "idle,"]
     assert len(text) == len(set(text)) + text.count("") - 1
+
+
+def test_few_slots_by_share(path, patch, monkeypatch):
+    brief = partial(memory_rates, n_bytes=1 << 22, link_bytes=PIECE_BYTES, seconds=0.02)
+    monkeypatch.setattr(link_shares, "memory_rates", brief)
+    told = []
+    options = {"tokens": 6, "learnt": 10, "threads": 1, "context": 256}
+    found = link_shares.measure(path, 0.25, [0.0, 0.5], so_far=told.append, **options)
+    settings = [(r.share, r.run.policy) for r in found.runs]
+    assert settings == [(s, p) for s in (found.load_share, 0.0, 0.5) for p in ("static", "ours")]
+    assert len(found.chosen) in (0, link_shares.CHOSEN_AGAIN)
+    assert all(0 <= c.share <= 1 and c.cpu_us > 0 for c in found.chosen)
+    for r in found.runs:
+        assert r.run.tokens == 6 and r.run.tokens_per_s > 0 and r.median_us > 0
+        assert not r.places or r.run.policy == "ours"
+    assert found.memory.threads_gbps > 0 and json.dumps(found.record())
+    texts = [link_shares.lines(part) for part in told]
+    for few, more in pairwise(texts):
+        assert len(few) <= len(more) and more[: len(few)] == few
+    assert sum(line.startswith("share ") for line in texts[-1]) == 6
+
+
+def test_windows_behind_an_adaptation():
+    """Sums become what each window had; what comes before the first copies has no place."""
+    copies, tokens, beside = [0, 0, 3, 3, 3, 5, 5, 5, 5, 5, 5, 5], [], 0.0
+    for i, n in enumerate(copies):
+        beside += i
+        tokens.append(capped_experts.Token(100.0 + i, beside, n))
+    first, second, third, fourth, later = link_shares.places_of(tokens)
+    assert (first.place, first.windows, first.copies, first.window_us, first.beside_us) == (0, 2, 2.5, 103.5, 3.5)
+    assert (second.windows, third.windows, fourth.windows) == (2, 2, 1) and fourth.window_us == 108
+    assert (later.place, later.windows, later.copies, later.window_us) == (link_shares.PLACES, 3, 0, 110)
+
+
+def test_the_command_takes_shares_with_a_fraction(path, patch, monkeypatch):
+    asked = []
+
+    def measure(path, fraction, shares, **options):
+        asked.append((fraction, shares, options["tokens"]))
+        raise StrataError("enough")
+
+    monkeypatch.setattr(link_shares, "measure", measure)
+    words = ["bench", "experts", "--model", str(path), "--fraction", "0.25", "-n", "7", "--device", "cuda"]
+    done = CliRunner().invoke(app, [*words, "--shares", "0.2,0.4"])
+    assert asked == [(0.25, [0.0, 0.2, 0.4], 7)] and "enough" in done.output
+    done = CliRunner().invoke(app, [*words, "--shares", "0.2", "--busy-python"])
+    assert done.exit_code == 2 and "--busy-python does nothing with --shares" in done.stderr
 
 
 def test_few_slots_static_and_following(capped):

@@ -7,9 +7,9 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version as version_of
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,17 +17,22 @@ import typer
 import strata
 from strata.base.errors import need
 from strata.cli import flags
+from strata.cli.bench.numbers import numbers, spread, words
 from strata.cli.output import Bar
 from strata.cpu.cores import core_facts, usable_cores
 from strata.cpu.pool import Pool
 from strata.cpu.tiers import available_tiers, best_tier
-from strata.kernel_speed import COLUMNS, KernelBench, Rates, cold_bytes, reading, wall_seconds
+from strata.kernel_speed import COLUMNS, HOT_ROWS, KernelBench, Rates, cold_bytes, reading, wall_seconds
 from strata.layer_speed import LayerBench
 from strata.pack.formats import FORMATS, by_name
 from strata.planner.machine import Machine
 
 ALL_TYPES = tuple(f.name for f in FORMATS.values() if f.activation != "none")
-MOST_ROWS = 8
+ROWS, MOST_ROWS = "1,2,3,4,8", 8
+OF_WINDOWS = ("rows", "threads", "mb", "layer", "ggml", "prefetch")
+"""Parameters that --chunk-rows has no use for."""
+OF_PRODUCTS = ("types", "rows", "tier", "columns", "layer", "ggml", "prefetch", "chunk_rows")
+"""Parameters that --reading has no use for."""
 PASSES = 4
 """Passes over all sets in one timing of several threads: tens of milliseconds."""
 
@@ -38,31 +43,76 @@ SPIN_US, PAUSE_S = 200.0, 0.001
 def command(
     ctx: typer.Context,
     types: Annotated[str, typer.Option(help="Formats, comma-separated; default: all.")] = "",
-    rows: Annotated[str, typer.Option(help="Activation rows, 1 to 8, comma-separated; 5 to 8 run as 4 and the rest.")]
-    = "1,2,3,4,8",
-    threads: Annotated[str, typer.Option(help="Threads; with --layer several, comma-separated; default: all cores.")]
-    = "",
+    rows: Annotated[
+        str, typer.Option(help=f"Activation rows, 1 to 8 (5 to 8 as 4 and the rest); default: {ROWS}, of prefetches 1")
+    ] = "",
+    threads: Annotated[
+        str, typer.Option(help="Threads; with --layer or --prefetch several, comma-separated; default: all cores.")
+    ] = "",
     tier: Annotated[int | None, typer.Option(help="512, 256 or 0; default: the fastest.")] = None,
     mb: Annotated[int | None, typer.Option(help="MB of weights; default: 4 x the last cache, at least 160.")] = None,
     columns: Annotated[int, typer.Option(help="Values of a matrix row.")] = COLUMNS,
     repeat: Annotated[int, typer.Option("--repeat", "-r", help="Repeats; medians are reported.")] = 5,
     layer: Annotated[bool, typer.Option("--layer", help="Whole layers of ten experts instead of kernels.")] = False,
     experts: Annotated[str, typer.Option(help="With --layer: GATE_UP/DOWN types, comma-separated.")] = "Q4_K/IQ4_NL",
+    phases: Annotated[
+        bool, typer.Option("--phases", help="With --layer: parts of a layer and how busy threads are, by stamps.")
+    ] = False,
+    run_kb: Annotated[str, typer.Option(help="With --phases: longest runs of rows in KB, comma-separated.")] = "512",
+    huge: Annotated[bool, typer.Option("--huge", help="With --phases: also from huge pages.")] = False,
+    ggml: Annotated[
+        Path | None, typer.Option(help="Beside ggml on one core: a shared object with its ggml_vec_dot_*.")
+    ] = None,
+    chunk_rows: Annotated[
+        str, typer.Option(help="Products of so many rows, as 8,64: four at a time, and by the kernel for any number.")
+    ] = "",
+    matrix_rows: Annotated[int, typer.Option(help="With --chunk-rows: rows of the matrix.")] = HOT_ROWS,
+    reading: Annotated[
+        bool, typer.Option("--reading", help="Only reading memory, by the form of the loop; threads comma-separated.")
+    ] = False,
+    prefetch: Annotated[
+        str | None, typer.Option(metavar="LEVEL:BYTES", help="Compare these prefetches with the kernels' own.")
+    ] = None,
     json_: flags.Json = False,
 ) -> None:
     """Check each kernel against the arithmetic, then time it: weights from memory (cold) and from cache (hot).
 
     One core is timed by its CPU time, several by the wall clock, so other programs' work does not count for one core
     but does for several. The share is that of the rate at which the same cores read memory in the same seconds.
+
+    --ggml compares with ggml's vec_dot instead, weights cold, in turn in the same run: every result, then the times.
+
+    --reading times loops that only read, in huge pages: several streams, and prefetches by level and distance.
+
+    --chunk-rows compares both forms of products of many rows, as chunks have them, bit by bit, and times them.
+
+    --prefetch compares kernels that ask for weights otherwise, in turn in the same run: LEVEL:BYTES ahead for every
+    line, LEVEL:BYTES/STEPS for one line in so many steps, several joined by +, or none. As 2:8192,2:8192+1:1024.
     """
-    flags.refuse_idle(ctx, *((("types", "columns"), "with --layer") if layer else (("experts",), "without --layer")))
+    if layer:
+        flags.refuse_idle(ctx, ("types", "columns", "ggml"), "with --layer")
+    else:
+        flags.refuse_idle(ctx, ("experts", "phases"), "without --layer")
+    if not phases:
+        flags.refuse_idle(ctx, ("run_kb", "huge"), "without --phases")
+    if ggml is not None:
+        flags.refuse_idle(ctx, ("threads",), "with --ggml: it is compared on one core")
+    if prefetch is not None:
+        flags.refuse_idle(ctx, ("ggml", "phases"), "with --prefetch")
+    if reading:
+        flags.refuse_idle(ctx, OF_PRODUCTS, "with --reading")
+    if chunk_rows:
+        flags.refuse_idle(ctx, OF_WINDOWS, "with --chunk-rows")
+    else:
+        flags.refuse_idle(ctx, ("matrix_rows",), "without --chunk-rows")
+    rows = rows or (ROWS if prefetch is None else "1")
     tier = best_tier() if tier is None else tier
     need(tier in available_tiers(), "this machine does not run the tier", found=tier, needed=f"{available_tiers()}")
     need(32 <= columns <= 1 << 16, "--columns is out of range", found=columns, needed="32 to 65536")
     need(repeat >= 1, "--repeat is too small", found=repeat, needed=">= 1")
     need(mb is None or 8 <= mb <= 1 << 16, "--mb is out of range", found=mb, needed="8 to 65536")
     n_bytes = cold_bytes() if mb is None else mb << 20
-    counts = _numbers("--threads", threads, 1024) or [usable_cores(core_facts())]
+    counts = numbers("--threads", threads, 1024) or [usable_cores(core_facts())]
     report: dict[str, Any] = {
         "command": " ".join(["strata", *sys.argv[1:]]),
         "machine": _machine(),
@@ -71,31 +121,47 @@ def command(
         "cold_mb": n_bytes >> 20,
         "repeats": repeat,
     }
-    if layer:
-        report["layers"] = [_layer(t, _rows(rows), counts, tier, n_bytes, repeat) for t in experts.split(",")]
+    if reading:
+        from strata.cli.bench.reading_forms import measure as read_forms
+
+        with Bar("measuring", "numbers of threads") as bar:
+            report["reading"] = read_forms(n_bytes, counts, repeat, bar.update)
+    elif prefetch is not None:
+        from strata.cli.bench.prefetches import kernels, layers
+
+        how = (_rows(rows), counts, tier, n_bytes, prefetch, repeat)
+        report["prefetches"] = layers(words(experts), *how) if layer else kernels(words(types), columns, *how)
+    elif phases:
+        runs = numbers("--run-kb", run_kb, 1 << 16) or [512]
+        report["phases"] = [_phases(t, _rows(rows), counts, runs, huge, tier, n_bytes, repeat) for t in words(experts)]
+    elif layer:
+        report["layers"] = [_layer(t, _rows(rows), counts, tier, n_bytes, repeat) for t in words(experts)]
     else:
         need(len(counts) == 1, "--threads takes one number without --layer", found=threads, needed="one number")
-        report["threads"] = counts[0]
-        names = [t.strip() for t in types.split(",") if t.strip()] or list(ALL_TYPES)
+        report["threads"] = counts[0] if ggml is None else 1
+        quantised = [name for name in ALL_TYPES if by_name(name).group]
+        names = words(types) or (list(ALL_TYPES) if ggml is None else quantised)
         for name in names:
             block = by_name(name).block_values
             need(by_name(name).activation != "none", f"{name} matrices have no products")
             need(columns % block == 0, f"--columns does not fit {name}", found=columns, needed=f"a multiple of {block}")
         report["columns"] = columns
-        report["kernels"] = _kernels(names, _rows(rows), counts[0], tier, n_bytes, repeat, columns)
+        if chunk_rows:
+            from strata.cli.bench.chunk_rows import measure
+
+            need(1 <= matrix_rows <= 1 << 20, "--matrix-rows is out of range", found=matrix_rows, needed="1 to 1048576")
+            many, formats = numbers("--chunk-rows", chunk_rows, 1 << 14), [by_name(name) for name in names]
+            report["threads"] = 1
+            report["chunk_rows"] = measure(formats, tier, matrix_rows, columns, many, repeat)
+        elif ggml is not None:
+            report["beside_ggml"] = _beside_ggml(ggml, names, _rows(rows), tier, n_bytes, repeat, columns)
+        else:
+            report["kernels"] = _kernels(names, _rows(rows), counts[0], tier, n_bytes, repeat, columns)
     typer.echo(json.dumps(report, indent=2) if json_ else "\n".join(_text(report)))
 
 
-def _numbers(what: str, text: str, most: int) -> list[int]:
-    """Ascending numbers from 1 to `most`."""
-    words = [w.strip() for w in text.split(",") if w.strip()]
-    good = all(w.isdecimal() and 1 <= int(w) <= most for w in words)
-    need(good, f"{what} cannot be read", found=repr(text), needed=f"numbers from 1 to {most}, as 1,4")
-    return sorted({int(w) for w in words})
-
-
 def _rows(text: str) -> list[int]:
-    return _numbers("--rows", text, MOST_ROWS) or [1]
+    return numbers("--rows", text, MOST_ROWS) or [1]
 
 
 # ---- measuring
@@ -118,30 +184,50 @@ def _figures(r: Rates) -> dict[str, Any]:
     return {
         "type": r.format_name,
         "rows": r.R,
-        "cold_gbps": _spread(r.cold),
-        "hot_gbps": _spread(r.hot),
-        "stream_gbps": _spread(r.stream),
+        "cold_gbps": spread(r.cold),
+        "hot_gbps": spread(r.hot),
+        "stream_gbps": spread(r.stream),
         "cold_share": round(statistics.median(shares), 3),
-        "all_threads_gbps": _spread(r.all_threads),
-        "all_threads_stream_gbps": _spread(r.stream_all),
+        "all_threads_gbps": spread(r.all_threads),
+        "all_threads_stream_gbps": spread(r.stream_all),
         "all_threads_share": round(statistics.median(shares_all), 3),
     }
+
+
+def _beside_ggml(path: Path, names: list[str], rows: list[int], tier: int, n_bytes: int, repeat: int,
+                 columns: int) -> list[dict]:  # fmt: skip
+    from strata.cli.bench.ggml import compare, open_library
+
+    library, found = open_library(path), []
+    with KernelBench(tier, 1, n_bytes, columns) as bench, Bar("measuring", "formats") as bar:
+        for i, name in enumerate(names):
+            bar.update(i, len(names))
+            found += [compare(library, bench, by_name(name), R, repeat) for R in rows]
+    return found
+
+
+def _phases(types: str, rows: list[int], counts: list[int], run_kb: list[int], huge: bool, tier: int, n_bytes: int,
+            repeat: int) -> dict[str, Any]:  # fmt: skip
+    from strata.cli.bench.layer_phases import measure
+
+    with LayerBench(types, tier, n_bytes) as bench:
+        return {"experts": types, "runs": [measure(bench, R, n, run_kb, huge, repeat) for R in rows for n in counts]}
 
 
 def _layer(types: str, rows: list[int], counts: list[int], tier: int, n_bytes: int, repeat: int) -> dict[str, Any]:
     """One pair of types: op against kernels on one core; then threads against the rate at which all cores read."""
     cores = usable_cores(core_facts())
-    with LayerBench(types.strip(), tier, n_bytes) as bench:
+    with LayerBench(types, tier, n_bytes) as bench:
         one_core = []
         for R in rows:
             times = bench.one_core(R, repeat)
             ratios = [a / b for a, b in zip(times.layer_us, times.kernels_us, strict=True)]
             one_core.append({
-                "rows": R, "layer_mb": round(times.n_bytes / 1e6, 2), "layer_us": _spread(times.layer_us),
-                "kernels_us": _spread(times.kernels_us), "layer_over_kernels": round(statistics.median(ratios), 3),
+                "rows": R, "layer_mb": round(times.n_bytes / 1e6, 2), "layer_us": spread(times.layer_us),
+                "kernels_us": spread(times.kernels_us), "layer_over_kernels": round(statistics.median(ratios), 3),
             })  # fmt: skip
         threaded = [_threaded(bench, R, n, cores, repeat) for R in rows for n in counts]
-        return {"experts": types.strip(), "sets": len(bench.sets), "one_core": one_core, "threads": threaded}
+        return {"experts": types, "sets": len(bench.sets), "one_core": one_core, "threads": threaded}
 
 
 def _threaded(bench: LayerBench, R: int, threads: int, cores: int, repeat: int) -> dict[str, Any]:
@@ -162,13 +248,9 @@ def _threaded(bench: LayerBench, R: int, threads: int, cores: int, repeat: int) 
                 streams.append(stream)
     shares = [rate / stream for rate, stream in zip(rates, streams, strict=True)]
     return {
-        "rows": R, "threads": threads, "gbps": _spread(rates), "read_threads": cores, "read_gbps": _spread(streams),
+        "rows": R, "threads": threads, "gbps": spread(rates), "read_threads": cores, "read_gbps": spread(streams),
         "share": round(statistics.median(shares), 3), "share_least": round(min(shares), 3),
     }  # fmt: skip
-
-
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    return {name: round(f(values), 2) for name, f in (("median", statistics.median), ("min", min), ("max", max))}
 
 
 def _machine() -> dict[str, Any]:
@@ -186,11 +268,12 @@ def _versions() -> dict[str, str]:
 
 def _text(report: dict[str, Any]) -> list[str]:
     machine = report["machine"]
+    weights = "" if "chunk_rows" in report else f"{report['cold_mb']} MB of weights, "
     lines = [
         f"command    {report['command']}",
         f"machine    {machine['cpu_name']}, {machine['physical_cores']} cores ({machine['usable_cores']} usable)",
         f"versions   {', '.join(f'{name} {v}' for name, v in report['versions'].items())}",
-        f"tier       {report['tier']}, {report['cold_mb']} MB of weights, medians of {report['repeats']}",
+        f"tier       {report['tier']}, {weights}medians of {report['repeats']}",
     ]
     if "kernels" in report:
         head = f"{report['threads']} thread{'s' * (report['threads'] > 1)}"
@@ -204,6 +287,29 @@ def _text(report: dict[str, Any]) -> list[str]:
                 f"{k['cold_share']:>8.2f}  | {mid['all_threads']:>{len(head)}.1f}{mid['all_threads_stream']:>8.1f}"
                 f"{k['all_threads_share']:>8.2f}"
             )
+    if "prefetches" in report:
+        from strata.cli.bench.prefetches import lines_of
+
+        lines += lines_of(report["prefetches"])
+    if "reading" in report:
+        from strata.cli.bench.reading_forms import lines as reading_lines
+
+        lines += ["", *reading_lines(report["reading"])]
+    if "chunk_rows" in report:
+        from strata.cli.bench.chunk_rows import line as chunk_line
+
+        lines += ["", "ns an output on one core"]
+        lines += [chunk_line(one) for one in report["chunk_rows"]]
+    if "beside_ggml" in report:
+        from strata.cli.bench.ggml import line
+
+        lines += ["", "GB/s of weights from memory; times: of ggml's rate, median of each repeat's own"]
+        lines += [line(k) for k in report["beside_ggml"]]
+    for phases in report.get("phases", ()):
+        from strata.cli.bench.layer_phases import lines as phase_lines
+
+        lines += ["", f"layer of ten experts and the shared one, {phases['experts']}"]
+        lines += [text for run in phases["runs"] for text in phase_lines(run)]
     for layer in report.get("layers", ()):
         lines += ["", f"layer of ten experts and the shared one, {layer['experts']}, {layer['sets']} sets in turn"]
         for o in layer["one_core"]:

@@ -18,6 +18,7 @@ import strata
 from strata.base.errors import need
 from strata.base.geometry import CELL_ROWS, CONTEXT_RESERVE
 from strata.cli import flags
+from strata.cli.bench.numbers import spread
 from strata.cli.experts_text import expert_lines
 from strata.cli.output import Bar, working
 from strata.measure import KINDS, PROMPT_TOKENS, DraftingSpeed, Pair, Sample, Speed
@@ -84,15 +85,15 @@ def command(
             "decode": {
                 "tokens": tokens,
                 "repeats": repeat,
-                "tokens_per_s": _spread([1e6 / s.wall_us for s in plain]),
+                "tokens_per_s": spread([1e6 / s.wall_us for s in plain]),
                 "cpu_threads_busy": round(statistics.median(s.busy for s in plain), 2),
                 "us_per_token": _split(split),
                 "shared_us_per_token": _shared(split),
-                "profiled_tokens_per_s": _spread([1e6 / s.wall_us for s in split]),
+                "profiled_tokens_per_s": spread([1e6 / s.wall_us for s in split]),
                 "jobs_per_token": round(statistics.median(s.jobs for s in split), 1),
                 "job_overhead_us": round(bench.overhead_us, 3),
             },
-            "prefill": {"tokens": prefill_tokens, "mode": load["prefill"], "tokens_per_s": _spread(reading)},
+            "prefill": {"tokens": prefill_tokens, "mode": load["prefill"], "tokens_per_s": spread(reading)},
             "ops_us_per_token": _ops(split),
             "experts": loaded.stats()["experts"],
             "drafting": drafting,
@@ -132,11 +133,11 @@ def _pairs(pairs: list[Pair]) -> dict[str, Any]:
             for key in entry:
                 entry[key] += sum(places[key])
     return {
-        "without_tokens_per_s": _spread([p.per_s[0] for p in pairs]),
-        "with_tokens_per_s": _spread([p.per_s[1] for p in pairs]),
+        "without_tokens_per_s": spread([p.per_s[0] for p in pairs]),
+        "with_tokens_per_s": spread([p.per_s[1] for p in pairs]),
         "ratio": round(_median_rate(pairs, 1) / _median_rate(pairs, 0), 3),
-        "pair_ratio": _spread([p.speedup[0] for p in pairs], 3),
-        "pair_cpu_ratio": _spread([p.speedup[1] for p in pairs], 3),
+        "pair_ratio": spread([p.speedup[0] for p in pairs], 3),
+        "pair_cpu_ratio": spread([p.speedup[1] for p in pairs], 3),
         "committed_per_window": round(committed / windows, 2),
         "draft_ms_per_window": round(sum(p.drafts["draft_ms"] for p in pairs) / windows, 3),
         "by_source": {s: e | {"rate": round(e["accepted"] / e["offered"], 3)} for s, e in sources.items()},
@@ -145,10 +146,6 @@ def _pairs(pairs: list[Pair]) -> dict[str, Any]:
 
 def _median_rate(pairs: list[Pair], which: int) -> float:
     return statistics.median(p.per_s[which] for p in pairs)
-
-
-def _spread(values: list[float], digits: int = 2) -> dict[str, float]:
-    return {name: round(f(values), digits) for name, f in (("median", statistics.median), ("min", min), ("max", max))}
 
 
 def _split(samples: list[Sample]) -> dict[str, float]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,7 +37,9 @@ def command(
     vocabulary: Annotated[int, typer.Option(help="Tokens of its vocabulary.")] = 32_768,
     rows: Annotated[int, typer.Option(help="Rows of the windows.")] = 1,
     windows: Annotated[int, typer.Option(help="Windows of each setting.")] = 48,
-    shares: Annotated[str, typer.Option(help="Shares of the link to try.")] = "0,0.25,0.5,0.75",
+    shares: Annotated[
+        str | None, typer.Option(help="Shares of the link; default: 0,0.25,0.5,0.75, with --fraction one.")
+    ] = None,
     experts: Annotated[str, typer.Option(help="Where RAM holds experts: pinned or mapped.")] = "pinned",
     threads: flags.Threads = None,
     device: flags.Device = None,
@@ -63,6 +66,7 @@ def command(
 
     With --fraction few experts have slots and routing is skewed: with favourites that never change, and with some that
     do. Rates, hits and what a simulated cache hits on the same routing are printed, then what the process does idle.
+    With --shares too, the second routing alone, by share: windows by how far they are behind copies, and rates of RAM.
     """
     from strata import capped_experts, experts_speed
     from strata.planner.machine import Machine
@@ -72,10 +76,12 @@ def command(
     if fraction is None:
         flags.refuse_idle(ctx, ("tokens", "share", "busy"), "without --fraction")
     else:
-        flags.refuse_idle(ctx, ("rows", "windows", "shares", "experts"), "with --fraction")
+        flags.refuse_idle(ctx, ("rows", "windows", "experts"), "with --fraction")
+        if shares is not None:
+            flags.refuse_idle(ctx, ("share", "busy"), "with --shares")
     if model is not None:
         flags.refuse_idle(ctx, OF_A_MADE_MODEL, "with --model")
-    wanted = _shares(shares)
+    wanted = None if shares is None and fraction is not None else _shares(shares or "0,0.25,0.5,0.75")
     need(experts in ("pinned", "mapped"), "--experts is unknown", found=repr(experts), needed="pinned or mapped")
     spec = SynthSpec.of_types(types, layers=layers, experts=n_experts, vocabulary=vocabulary, seed=seed,
                               distinct_pieces=DISTINCT_PIECES)  # fmt: skip
@@ -83,9 +89,14 @@ def command(
     _need_card(Machine.here(), PlanOptions(device=device or "cuda", experts=experts))
     usual = {"threads": threads, "context": context, "device": device or "cuda", "seed": seed}
     with model_path(model, spec, None) as path, Bar("measuring", "settings") as bar:
-        if fraction is not None:
+        if fraction is not None and wanted is not None:
+            from strata.cli.bench import link_shares
+
+            found = link_shares.measure(path, fraction, wanted, tokens=tokens, learnt=tokens, on_progress=bar.update,
+                                        so_far=None if json_ else _Told(link_shares.lines), **usual)  # fmt: skip
+        elif fraction is not None:
             found = capped_experts.measure(path, fraction, tokens=tokens, learnt=tokens, share=share, busy=busy,
-                                           on_progress=bar.update, so_far=None if json_ else _Told(),
+                                           on_progress=bar.update, so_far=None if json_ else _Told(capped_lines),
                                            **usual)  # fmt: skip
         else:
             found = experts_speed.measure(path, rows=rows, windows=windows, shares=wanted, experts=experts,
@@ -100,21 +111,21 @@ def command(
 
 def _need_card(machine: Machine, o: PlanOptions) -> None:
     """Refuse the CPU and cards that are not there: windows without a GPU share nothing."""
-    cards = [f"cuda:{gpu.index}" for gpu in machine.gpus]
-    there = o.device != "cpu" and int(o.device.partition(":")[2] or 0) < len(cards)
-    need(there, "a measurement of experts that a GPU and the CPU share needs a GPU",
-         found=f"GPUs: {len(cards)}, device={o.device!r}", needed=" or ".join(cards) or "an NVIDIA GPU and its driver",
-         advice=None if cards else machine.gpu_problem)  # fmt: skip
+    from strata.planner.memory import choose_device
+
+    need(o.device != "cpu", "a measurement of experts that a GPU and the CPU share needs a GPU",
+         found="--device cpu", needed="cuda or cuda:N")  # fmt: skip
+    choose_device(machine, replace(o, device="cuda") if o.device == "auto" else o)
 
 
 class _Told:
     """Prints what a measurement with few slots has found as it comes."""
 
-    def __init__(self) -> None:
-        self._n = 0
+    def __init__(self, lines_of: Callable[[Any], list[str]]) -> None:
+        self._lines_of, self._n = lines_of, 0
 
-    def __call__(self, found: CappedSpeed) -> None:
-        text = capped_lines(found)
+    def __call__(self, found: Any) -> None:
+        text = self._lines_of(found)
         for line in text[self._n :]:
             typer.echo(line)
         sys.stdout.flush()

@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from strata.base.compiled import CFunction
+from strata.base.compiled import CFunction, step
 from strata.base.rotary import rotary_table
 from strata.cpu.gated_delta import conv_chunks, gdn_commit, gdn_conv, gdn_heads, head_chunks
+from strata.cpu.gemv.table import swiglu_address
 from strata.cpu.hyper_connection import hc_add, hc_mix, hc_norm, mix_pieces
 from strata.cpu.lower import aligned_bytes, parallel
+from strata.cpu.machine_code import call4, i64_view
 from strata.cpu.ngram_mix import ngram_mix
 from strata.cpu.qsa_append import qsa_append, qsa_index
 from strata.cpu.qsa_attend import attend_splits, qsa_attend
@@ -29,7 +31,7 @@ HK, HV, DK, TAPS = 16, 48, 128, 4
 H, HKV, DH, ROTARY = 24, 2, 256, 64
 BLOCK, BUDGET, CONTEXT = 4, 512, 16384
 INDEX_HEADS, INDEX_DIM, RING = 4, 128, 16
-E, K = 512, 10
+E, K, F = 512, 10, 640
 CHANNELS = 2 * HK * DK + HV * DK
 COLD_BYTES = 96 << 20
 """Operands of all places together: more than a core finds in its caches."""
@@ -192,6 +194,20 @@ def small(b: Builder, T: int) -> Iterator[Case]:
                  cache_bytes=8 * T * (INDEX_HEADS + 1) * INDEX_DIM)  # fmt: skip
 
 
+@step
+def swiglu(a):
+    """Record: g, u, h, values, address of the function that every layer of experts calls."""
+    p = i64_view(a, 5)
+    call4(p[4], p[0], p[1], p[2], p[3])
+
+
+def activation(b: Builder, T: int) -> Case:
+    """h = silu(g) u of K experts a row."""
+    g, u, h = (b.floats(T, K, F) for _ in range(3))
+    return b.case("swiglu", T, swiglu, 1, [(g, u, h, T * K * F, swiglu_address())] * 50, cache_bytes=12 * T * K * F,
+                  steps=(SIGMOID_STEPS + 2) * T * K * F)  # fmt: skip
+
+
 def cases(b: Builder, T: int, only: str = "") -> Iterator[Case]:
     """The ops for T rows whose name holds `only`. Data are made as a case is asked for."""
     makers: dict[str, Callable[[], Iterable[Case]]] = {
@@ -201,6 +217,7 @@ def cases(b: Builder, T: int, only: str = "") -> Iterator[Case]:
         "qsa_attend int8": lambda: [attend(b, T, True)],
         "qsa_select 8K": lambda: [select(b, T, 8192)],
         "qsa_select 32K": lambda: [select(b, T, 32768)],
+        "swiglu": lambda: [activation(b, T)],
         "router ngram_mix qsa_append qsa_index": lambda: small(b, T),
     }
     for names, make in makers.items():

@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from strata.base.errors import BadArgument, need
+from strata.base.errors import BadArgument, StrataError, need
 from strata.base.geometry import CONTEXT_RESERVE
 from strata.cli import flags
 from strata.cli.output import Bar, working
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from strata.gpu.backend import GpuBackend
     from strata.gpu.device import Device
     from strata.gpu_speed import GpuSpeed, WindowSpeed
     from strata.synth import SynthSpec
@@ -48,6 +51,15 @@ def command(
     context: Annotated[int, typer.Option(help="Cells of the session.")] = 4096,
     kv: Annotated[str, typer.Option(help="f16 or int8.")] = "f16",
     card: Annotated[str, typer.Option(help="Card whose time is estimated from bytes and nodes.")] = "RTX 5070",
+    by_table: Annotated[
+        bool, typer.Option("--by-table", help="Kernels find experts by a table, as where VRAM holds a part of them.")
+    ] = False,
+    compare: Annotated[
+        str | None, typer.Option(help="Instead: windows under choices of the lowering; all, or parts of their names.")
+    ] = None,
+    check_early: Annotated[
+        int | None, typer.Option(help="Instead: compare bits of so many windows with and without early starts.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of weights and routing.")] = 1,
     json_: flags.Json = False,
 ) -> None:
@@ -57,6 +69,9 @@ def command(
     that a window or an op must touch, weights and session state. Percentages are of a copy on the same device in the
     same run, which reads and writes. An op's time is measured in a graph of all its layers; where those fit into the
     L2 (marked *), a window takes longer. card: bytes over its bandwidth, plus nodes at this device's time of a node.
+
+    --compare times the same windows with kernels put together or started in other ways. --check-early reads windows one
+    after the other at every level of early starts and fails if a bit of their streams differs.
     """
     from strata.gpu.device import required_device
     from strata.planner.cards import card_by_name
@@ -64,12 +79,21 @@ def command(
 
     if model is not None:
         flags.refuse_idle(ctx, OF_A_MADE_MODEL, "with --model")
+    for other, given in (("--compare", compare), ("--check-early", check_early)):
+        if given is not None:
+            flags.refuse_idle(ctx, ("card",), f"with {other}")
+    need(compare is None or check_early is None, "--compare and --check-early exclude each other")
+    need(check_early is None or check_early >= 1, "--check-early is too small", found=check_early, needed=">= 1 window")
+    choices = None if compare is None else _choices(compare)
     need(routing in ROUTINGS, "no such routing", found=repr(routing), needed=", ".join(ROUTINGS))
     need(kv in ("f16", "int8"), "kv is unknown", found=repr(kv), needed="f16 or int8")
     need(threads is None or threads >= 1, "--threads is too small", found=threads, needed=">= 1")
     wanted = _rows(rows)
     most = context - CONTEXT_RESERVE
     need(0 <= position <= most, "--position is outside the context", found=position, needed=f"0 to {most}")
+    read = position + (check_early or 0) * max(wanted)
+    need(read <= most, "--check-early does not fit the context", found=f"{read} tokens", needed=f"at most {most}",
+         advice="Give --context.")  # fmt: skip
     other = card_by_name(card)
     spec = SynthSpec.of_types(experts, layers=layers, experts=n_experts, vocabulary=vocabulary, seed=seed,
                               distinct_pieces=DISTINCT_PIECES)  # fmt: skip
@@ -77,11 +101,22 @@ def command(
     device = required_device("a measurement of a GPU's speed")  # before a model is made, which takes minutes
     with model_path(model, spec, threads) as path:
         report |= {"model": str(path), "spec": None if model is not None else asdict(spec)}
-        report |= _measure(device, path, wanted, position, context, kv, routing, seed, other.bandwidth_gbps, json_)
+        with _opened(device, path, context, kv, by_table, routing, seed) as (backend, table, facts):
+            report |= facts
+            if choices is not None:
+                report["choices"] = _compare(backend, table, wanted, position, choices, json_)
+            elif check_early is not None:
+                report["early"] = _check_early(backend, table, wanted, position, check_early, seed, json_)
+            else:
+                report |= _measure(backend, table, wanted, position, other.bandwidth_gbps, None if json_ else facts)
     if json_:
         typer.echo(json.dumps(report, indent=2))
-    else:
+    elif "windows" in report:
         typer.echo("\n".join(_card_lines(report)))
+    differ = sum(len(k["differ"]) for k in report.get("early", ()))
+    if differ:
+        raise StrataError("early starts change what windows compute", found=f"{differ} windows differ",
+                          advice="Please report this.")  # fmt: skip
 
 
 def _rows(text: str) -> list[int]:
@@ -96,44 +131,90 @@ def _rows(text: str) -> list[int]:
 @contextlib.contextmanager
 def model_path(model: Path | None, spec: SynthSpec, threads: int | None) -> Iterator[Path]:
     """The file to measure: the given one, or a model made in memory while the block runs."""
+    from strata.cli.locate import find_model
     from strata.synth import memory_model
 
     if model is not None:
-        yield model
+        yield find_model(model)
         return
     with Bar("making the model", "bytes") as bar, memory_model(spec, bar.update, threads) as path:
         yield path
 
 
-def _measure(
-    device: Device, path: Path, rows: list[int], position: int, context: int, kv: str, routing: str, seed: int,
-    card_gbps: float, quiet: bool,
-) -> dict[str, Any]:  # fmt: skip
-    from strata.gpu_speed import measure, open_backend
+@contextlib.contextmanager
+def _opened(
+    device: Device, path: Path, context: int, kv: str, by_table: bool, routing: str, seed: int
+) -> Iterator[tuple[GpuBackend, np.ndarray, dict[str, Any]]]:
+    """The loaded backend, the table of replayed experts, and what is reported of both."""
+    from strata.gpu_speed import open_backend
     from strata.replay import routing_facts, skewed_ids, uniform_ids
 
     began = time.perf_counter()
     with contextlib.ExitStack() as stack:
         with working("loading"):
-            backend = stack.enter_context(open_backend(path, context, kv, device))
+            backend = stack.enter_context(open_backend(path, context, kv, device, by_table))
         load_s, g = time.perf_counter() - began, backend.geometry
         make = skewed_ids if routing == "replay" else uniform_ids
         table = make(REPLAYED_TOKENS, g.L, g.E, g.K, seed)
-        facts = routing_facts(table, g.E)
-        with Bar("measuring", "windows") as bar:
-            speed = measure(backend, table, position=position, card_gbps=card_gbps, rows=rows, on_progress=bar.update)
+        facts = {"kind": routing, **asdict(routing_facts(table, g.E))}
+        yield backend, table, {"load_s": round(load_s, 2), "by_table": by_table, "routing": facts}
+
+
+def _measure(
+    backend: GpuBackend, table: np.ndarray, rows: list[int], position: int, card_gbps: float,
+    shown: dict[str, Any] | None,
+) -> dict[str, Any]:  # fmt: skip
+    from strata.gpu_speed import measure
+    from strata.replay import routing_facts
+
+    with Bar("measuring", "windows") as bar:
+        speed = measure(backend, table, position=position, card_gbps=card_gbps, rows=rows, on_progress=bar.update)
+    if shown is not None:
+        facts = f"{shown['routing']['kind']}: {routing_facts(table, backend.geometry.E)}"
+        places = "places of a table" if shown["by_table"] else "fixed places"
+        typer.echo("\n".join([*_head(speed, shown["load_s"], facts, places), *_windows(speed)]))
+    return speed.record()
+
+
+def _choices(text: str) -> dict[str, dict[str, int]]:
+    from strata.cli.bench.gpu_windows import chosen
+
+    return chosen(text)
+
+
+def _compare(
+    backend: GpuBackend, table: np.ndarray, rows: list[int], position: int, choices: dict[str, dict[str, int]],
+    quiet: bool,
+) -> list[dict[str, Any]]:  # fmt: skip
+    from strata.cli.bench.gpu_windows import choice_lines, compare
+
+    with Bar("measuring", "choices") as bar:
+        found = compare(backend, table, rows, position, choices, on_progress=bar.update)
     if not quiet:
-        typer.echo("\n".join([*_head(speed, load_s, f"{routing}: {facts}"), *_windows(speed)]))
-    return {"load_s": round(load_s, 2), "routing": {"kind": routing, **asdict(facts)}, **speed.record()}
+        typer.echo("\n".join([backend.device.name, *choice_lines(found)]))
+    return [asdict(c) for c in found]
+
+
+def _check_early(
+    backend: GpuBackend, table: np.ndarray, rows: list[int], position: int, windows: int, seed: int, quiet: bool
+) -> list[dict[str, Any]]:
+    from strata.cli.bench.gpu_windows import check_early, kept_lines
+
+    with Bar("comparing", "levels") as bar:
+        found = check_early(backend, table, rows, position, windows, seed, bar.update)
+    if not quiet:
+        typer.echo("\n".join([backend.device.name, *kept_lines(found)]))
+    return [asdict(k) for k in found]
 
 
 # ---- text
 
 
-def _head(s: GpuSpeed, load_s: float, routing: str) -> list[str]:
+def _head(s: GpuSpeed, load_s: float, routing: str, places: str) -> list[str]:
     return [
         f"device     {s.device}: copies at {s.copy_gbps:.0f} GB/s (read and written), {s.node_us:.2f} us a node",
-        f"model      {s.layers} layers, {s.weight_bytes / 1e9:.2f} GB on the device, loaded in {load_s:.1f} s",
+        f"model      {s.layers} layers, {s.weight_bytes / 1e9:.2f} GB on the device, loaded in {load_s:.1f} s, "
+        f"experts at {places}",
         f"routing    {routing}",
         f"position   {s.position}",
     ]

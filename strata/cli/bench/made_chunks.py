@@ -26,8 +26,9 @@ VOCABULARY = 32_768
 
 
 def measure_made(
-    made: str, layers: int, chunks: str, where: str, position: int, repeat: int, threads: int | None, json_: bool
-) -> None:
+    made: str, layers: int, chunks: str, where: str, position: int, repeat: int, ops: bool, threads: int | None,
+    json_: bool,
+) -> None:  # fmt: skip
     """Make the model, measure, print. Raises BadArgument for what cannot be measured."""
     from strata.cli.bench.gpu import DISTINCT_PIECES, model_path
     from strata.gpu.device import required_device
@@ -55,7 +56,7 @@ def measure_made(
             ids = np.resize(some, (max(rows), g.L, g.K))
             with Bar("measuring", "chunks") as bar:
                 speed = measure_chunks(backend, ids, rows=rows, places=places, position=position, repeats=repeat,
-                                       on_progress=bar.update)  # fmt: skip
+                                       ops=ops, on_progress=bar.update)  # fmt: skip
             facts = routing_facts(some, g.E)
     report: dict[str, Any] = {"command": " ".join(["strata", *sys.argv[1:]]), "spec": asdict(spec),
                               "made_s": round(made_s, 2), "load_s": round(load_s, 2), "routing": asdict(facts),
@@ -75,9 +76,9 @@ def _rows(chunks: str) -> list[int]:
 def _places(where: str) -> tuple[str, ...]:
     if where == "both":
         return ("resident", "ram")
-    if where in ("resident", "ram"):
+    if where in ("resident", "ram", "pageable"):
         return (where,)
-    raise BadArgument("--where is unknown", found=repr(where), needed="both, resident or ram")
+    raise BadArgument("--where is unknown", found=repr(where), needed="both, resident, ram or pageable")
 
 
 def text(s: PrefillSpeed) -> list[str]:
@@ -97,6 +98,11 @@ def text(s: PrefillSpeed) -> list[str]:
             f"{c.link_floor_ms:>14.2f}{c.tensor_floor_ms:>8.2f}{100 * c.floor_share:>8.0f}%"
             f"{c.share(c.gpu_ms):>13.0f}%{c.share(c.wait_ms):>5.0f}%{c.share(c.copy_ms):>5.0f}%"
         )
+    for where, kinds in s.ops_ms.items():
+        whole = sum(kinds.values())
+        lines += ["", f"op of {max(c.rows for c in s.chunks):,} rows, one after the other, experts {where}"]
+        for kind, ms in sorted(kinds.items(), key=lambda item: -item[1]):
+            lines.append(f"  {kind:<16}{ms:>10.2f} ms {100 * ms / whole:>5.1f} %")
     lines += [
         "",
         "host: until all was queued. gpu: the main stream without wait, its time of waiting for experts. copy: the",

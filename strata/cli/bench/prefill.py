@@ -13,6 +13,7 @@ import typer
 from strata.base.errors import need
 from strata.base.geometry import CELL_ROWS, CONTEXT_RESERVE
 from strata.cli import flags
+from strata.cli.bench.numbers import spread
 from strata.cli.output import Bar, working
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 DECODED = 64
 """Tokens decoded in a repeat, for comparison."""
 
-OF_A_FILE = ("model", "tokens", "ops", "context", "pin", "kv", "prefill", "device", "vram_gib")
+OF_A_FILE = ("model", "tokens", "context", "pin", "kv", "prefill", "device", "vram_gib")
 OF_A_MADE_MODEL = ("layers", "chunks", "where", "position")
 """Parameters that one kind of measurement takes and the other does not."""
 
@@ -38,7 +39,7 @@ def command(
     ] = None,
     layers: Annotated[int, typer.Option(help="Layers of the made model; the real one has 48.")] = 12,
     chunks: Annotated[str, typer.Option(help="Rows of its chunks.")] = "512,2048,8192",
-    where: Annotated[str, typer.Option(help="Its experts: resident on the device, in ram, or both in turn.")] = "both",
+    where: Annotated[str, typer.Option(help="Its experts: resident, ram, both in turn, or pageable.")] = "both",
     position: Annotated[int, typer.Option(help="Tokens that its session has read.")] = 0,
     context: flags.Context = None,
     threads: flags.Threads = None,
@@ -57,13 +58,14 @@ def command(
     are read once more under events: shares of GPU, copies and waiting, and the floors of link and tensor cores.
 
     --made measures single chunks of a model of the real widths on the first GPU instead, with replayed routing: experts
-    all on the device, and all in pinned memory, from where each crosses the link once a chunk.
+    all on the device, and all in pinned memory, from where each crosses the link once a chunk; pageable: in memory that
+    is not pinned, through pieces that threads fill.
     """
     if made is not None:
         from strata.cli.bench.made_chunks import measure_made
 
         flags.refuse_idle(ctx, OF_A_FILE, "with --made")
-        measure_made(made, layers, chunks, where, position, repeat, threads, json_)
+        measure_made(made, layers, chunks, where, position, repeat, ops, threads, json_)
         return
     flags.refuse_idle(ctx, OF_A_MADE_MODEL, "without --made")
     lengths = _numbers(tokens)
@@ -97,7 +99,7 @@ def command(
             "kv": loaded.kv,
             "context": loaded.context,
             "chunk_rows": 0 if loaded.windows_only else bench.inner.chunk_rows,
-            "decode_tokens_per_s": _spread(decode),
+            "decode_tokens_per_s": spread(decode),
             "prompts": [_prompt(bench, n, reading[n], statistics.median(decode)) for n in lengths],
             "chunks": (parts := bench.prompt_parts(lengths, repeat)) and parts.record(),
             "ops_ms": bench.chunk_ops(lengths[-1]) if ops and not loaded.windows_only else {},
@@ -118,14 +120,10 @@ def _prompt(bench: Speed, n: int, rates: list[float], decode: float) -> dict[str
     return {
         "tokens": n,
         "ms": round(1e3 * n / median, 2),
-        "tokens_per_s": _spread(rates),
+        "tokens_per_s": spread(rates),
         "times_decode": round(median / decode, 2),
         "floor_ms": bench.prefill_floor_ms(n),
     }
-
-
-def _spread(values: list[float]) -> dict[str, float]:
-    return {name: round(f(values), 2) for name, f in (("median", statistics.median), ("min", min), ("max", max))}
 
 
 def _text(report: dict[str, Any], parts: PrefillSpeed | None) -> list[str]:

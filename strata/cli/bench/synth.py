@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -18,6 +17,7 @@ import typer
 from strata.base.errors import need
 from strata.base.geometry import CELL_ROWS, CONTEXT_RESERVE
 from strata.cli import flags
+from strata.cli.bench.numbers import spread
 from strata.cli.output import Bar
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _measure(
             say(f"routing    {routing_name}: {facts}")
             found: dict[str, Any] = {"routing": {"kind": routing_name, **asdict(facts)}}
             rates = [1e6 / bench.decode(tokens, profile=False).wall_us for _ in range(repeat)]
-            found["decode_tokens_per_s"] = _spread(rates)
+            found["decode_tokens_per_s"] = spread(rates)
             say(f"decode     {_rate(found['decode_tokens_per_s'])}, {repeat} x {tokens} tokens")
             if prefill_tokens:
                 log.runs.clear()
@@ -121,7 +121,7 @@ def _measure(
                 facts = routing_facts(log.ids, model.geometry.E)
                 say(f"routing    of the prompt: {facts}")
                 found["prefill_routing"] = asdict(facts)
-                found["prefill_tokens_per_s"] = _spread([bench.prefill(prefill_tokens) for _ in range(repeat)])
+                found["prefill_tokens_per_s"] = spread([bench.prefill(prefill_tokens) for _ in range(repeat)])
                 times = found["prefill_tokens_per_s"]["median"] / found["decode_tokens_per_s"]["median"]
                 found["times_decode"] = round(times, 2)
                 say(f"prefill    {_rate(found['prefill_tokens_per_s'])}, {repeat} x {prefill_tokens} tokens, "
@@ -140,9 +140,5 @@ def _replayed(model: Model, routing_name: str, seed: int) -> np.ndarray | None:
     return None if make is None else make(REPLAYED_TOKENS, g.L, g.E, g.K, seed)
 
 
-def _spread(values: list[float]) -> dict[str, float]:
-    return {name: round(f(values), 2) for name, f in (("median", statistics.median), ("min", min), ("max", max))}
-
-
-def _rate(spread: dict[str, float]) -> str:
-    return f"{spread['median']:.1f} tokens/s (from {spread['min']:.1f} to {spread['max']:.1f})"
+def _rate(rates: dict[str, float]) -> str:
+    return f"{rates['median']:.1f} tokens/s (from {rates['min']:.1f} to {rates['max']:.1f})"

@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.metadata import version as version_of
 from importlib.resources import files
 from pathlib import Path
@@ -22,6 +22,7 @@ import strata
 from strata.base.errors import StrataError, need
 from strata.base.geometry import CELL_ROWS, CONTEXT_RESERVE
 from strata.cli import flags
+from strata.cli.bench.numbers import spread
 from strata.cli.locate import find_model
 from strata.cpu.cores import core_facts, usable_cores
 from strata.cpu.tiers import VARIABLE, available_tiers, best_tier
@@ -140,16 +141,12 @@ def _compare(path: Path, tokens: int, repeat: int, threads: int) -> dict[str, An
                 prompt_s = time.process_time() - middle
                 theirs_ms.append((middle - began - prompt_s) * 1e3 / (tokens - 1))
     ratio = statistics.median(ours) / statistics.median(theirs)
-    found = {"tier": best_tier(), "strata_tokens_per_s": _spread(ours), "llama_tokens_per_s": _spread(theirs),
+    found = {"tier": best_tier(), "strata_tokens_per_s": spread(ours), "llama_tokens_per_s": spread(theirs),
              "ratio": round(ratio, 3), "fastest_ratio": round(max(ours) / max(theirs), 3)}  # fmt: skip
     if threads == 1:
-        found |= {"strata_cpu_ms": _spread(ours_ms), "llama_cpu_ms": _spread(theirs_ms),
+        found |= {"strata_cpu_ms": spread(ours_ms), "llama_cpu_ms": spread(theirs_ms),
                   "cpu_ratio": round(statistics.median(theirs_ms) / statistics.median(ours_ms), 3)}  # fmt: skip
     return found
-
-
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    return {name: round(f(values), 2) for name, f in (("median", statistics.median), ("min", min), ("max", max))}
 
 
 class Llama(LlamaServer):
