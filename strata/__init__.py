@@ -7,9 +7,6 @@ with strata.load("model.gguf") as model:
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
 from strata.base.errors import (
     BadArgument,
     Busy,
@@ -18,13 +15,19 @@ from strata.base.errors import (
     DoesNotFit,
     FileError,
     ModelError,
+    NoDevice,
     NotFinite,
     SelfTestFailed,
     StrataError,
     TemplateError,
 )
 
+TYPE_CHECKING = False
+"""As that of `typing`, whose import would take most of the time in which a command cannot hear Ctrl-C yet."""
+
 if TYPE_CHECKING:
+    from typing import Any
+
     from strata.base.plan import Plan
     from strata.base.progress import LoadProgress
     from strata.model import Model, load
@@ -52,6 +55,7 @@ __all__ = [
     "LoadProgress",
     "Model",
     "ModelError",
+    "NoDevice",
     "NotFinite",
     "Plan",
     "Result",
@@ -90,6 +94,8 @@ def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'strata' has no attribute {name!r}")
+    import importlib
+
     value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value

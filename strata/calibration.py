@@ -18,6 +18,7 @@ import numpy as np
 
 from strata.base.errors import StrataError, need
 from strata.base.program import Op
+from strata.base.trials import LEAST_GAIN, LEAST_TURNS
 from strata.base.window import HeadRequest
 from strata.model import Model, load
 from strata.planner.estimate import JOIN_US
@@ -29,12 +30,8 @@ from strata.planner.remembered import Settings
 from strata.planner.split import Split, SplitCosts, choose_split, cpu_line
 from strata.runtime.session import SessionState
 
-LEAST_GAIN = 0.03
-"""A setting that is faster by less is not kept."""
-
-LEAST_TURNS, TRIMMED_FROM = 3, 7
-"""Turns of a comparison. From seven on, the largest and the smallest gain do not count for the spread; with fewer turns
-noise would pass then."""
+TRIMMED_FROM = 7
+"""From so many turns on, the largest and the smallest gain do not count for the spread; with fewer noise would pass."""
 
 CONTEXT = 512
 WARM_UP = 2
@@ -238,8 +235,8 @@ def calibrate(
     """Measure a model file on this machine and try what that suggests. `say` gets a line before each step.
 
     Without a GPU, numbers of CPU threads are tried. With one that shares its experts with the CPU, the share of the
-    link. turns: of each comparison, 3 or more. Nothing is kept on disk; see `strata.planner.remembered`. Raises what
-    `strata.load` raises.
+    link. turns: of each comparison, LEAST_TURNS or more. Nothing is kept on disk; see `strata.planner.remembered`.
+    Raises what `strata.load` raises.
     """
     need(turns >= LEAST_TURNS and windows >= 1, "turns or windows are out of range", found=f"{turns} and {windows}",
          needed=f">= {LEAST_TURNS} and >= 1")  # fmt: skip

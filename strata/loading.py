@@ -14,7 +14,7 @@ import numpy as np
 
 from strata.base.errors import StrataError, need
 from strata.base.geometry import LEAST_CONTEXT, Geometry
-from strata.base.numbers import real_number, whole_number
+from strata.base.numbers import one_of, plain, real_number, shown, whole_number
 from strata.base.plan import Plan
 from strata.base.program import ProgramSet
 from strata.cpu.backend import CpuBackend
@@ -32,7 +32,19 @@ from strata.planner.link_share import kept_share
 from strata.planner.machine import Gpu, Machine
 from strata.planner.memory import facts_of
 from strata.planner.of_load import ON_CPU, plan_of_load
-from strata.planner.options import EXPERT_MODES, NGRAM_MODES, PlanOptions, check_device_name
+from strata.planner.options import (
+    EXPERT_MODES,
+    INSTEAD,
+    LEAST_GIB,
+    MOST_GIB,
+    MOST_OF_ANY,
+    NGRAM_MODES,
+    PlanOptions,
+    check_device_name,
+    check_name,
+    check_real,
+    check_whole,
+)
 from strata.planner.state_bytes import round_context
 from strata.runtime.orchestrator import Orchestrator, TieredBackend, TierSetup
 from strata.runtime.session import AUTOMATIC_CHECKPOINTS
@@ -40,6 +52,7 @@ from strata.runtime.session import AUTOMATIC_CHECKPOINTS
 log = logging.getLogger("strata")
 
 KV_FORMATS = ("auto", "f16", "int8")
+PREFILL_MODES = ("auto", "windows")
 
 
 @dataclass(frozen=True)
@@ -63,7 +76,9 @@ class LoadOptions:
     profile: Any = None
 
     def __post_init__(self) -> None:
-        # Numbers of other libraries become Python's own; what is none stays, to be refused by its name.
+        # Values of other libraries become Python's own; what is none stays, to be refused by its name.
+        for name in ("pin", "kv", "prefill", "draft", "device", "ngram", "slots", "experts", "profile"):
+            object.__setattr__(self, name, plain(getattr(self, name)))
         for names, number_of in ((("context", "sessions", "threads", "checkpoints", "slots"), whole_number),
                                  (("vram_gib", "pcie_share"), real_number)):  # fmt: skip
             for name in names:
@@ -73,44 +88,36 @@ class LoadOptions:
 
     def validate(self) -> None:
         """Raise BadArgument for the first option out of its range."""
-        need(isinstance(self.pin, bool | np.bool_), "pin is a truth value", found=repr(self.pin))
-        need(self.kv in KV_FORMATS, "kv is unknown", found=repr(self.kv), needed=", ".join(KV_FORMATS))
-        known = self.prefill in ("auto", "windows")
-        need(known, "prefill is unknown", found=repr(self.prefill), needed='"auto" or "windows"')
-        need(self.ngram in NGRAM_MODES, "ngram is unknown", found=repr(self.ngram), needed=", ".join(NGRAM_MODES))
-        for name, least in (("sessions", 1), ("context", 1), ("threads", 1), ("checkpoints", 0)):
-            value = getattr(self, name)
-            if value is not None or name not in ("context", "threads"):
-                number = whole_number(value)
-                good = number is not None and number >= least
-                need(good, f"{name} is out of range", found=repr(value), needed=f"an integer >= {least}")
+        need(isinstance(self.pin, bool), "pin is no truth value", found=shown(self.pin), needed="True or False")
+        for name, names in (("kv", KV_FORMATS), ("prefill", PREFILL_MODES), ("ngram", NGRAM_MODES),
+                            ("experts", EXPERT_MODES)):  # fmt: skip
+            check_name(name, getattr(self, name), names)
         check_device_name(self.device)
-        some = None if isinstance(self.slots, str) else whole_number(self.slots)
-        named = self.slots is None or (isinstance(self.slots, str) and self.slots == "all")
-        need(named or (some is not None and some >= 0), "slots is out of range", found=repr(self.slots),
-             needed='None, "all" or an integer >= 0')  # fmt: skip
-        need(self.experts in EXPERT_MODES, "experts is unknown", found=repr(self.experts),
-             needed=", ".join(EXPERT_MODES))  # fmt: skip
-        share = real_number(self.pcie_share)
-        need(self.pcie_share is None or (share is not None and 0 <= share <= 1), "pcie_share is out of range",
-             found=repr(self.pcie_share), needed="None, or 0 to 1")  # fmt: skip
-        need(self.profile != "", "profile is empty", found="''", needed="a path, or None")
+        for name, least in (("sessions", 1), ("context", 1), ("threads", 1), ("checkpoints", 0)):
+            check_whole(name, getattr(self, name), least, optional=name in ("context", "threads"))
+        some = whole_number(self.slots)
+        named = self.slots is None or one_of(self.slots, ("all",))
+        need(named or (some is not None and 0 <= some <= MOST_OF_ANY), "slots is out of range", found=shown(self.slots),
+             needed='None, "all" or an integer >= 0', advice=INSTEAD["slots"])  # fmt: skip
+        check_real("pcie_share", self.pcie_share, 0, 1)
+        check_real("vram_gib", self.vram_gib, LEAST_GIB, MOST_GIB)
+        need(not one_of(self.profile, ("",)), "profile is empty", found="''", needed="a path, or None")
         known = self.profile is None or isinstance(self.profile, str | Path | ExpertProfile)
-        need(known, "profile is unusable", found=repr(self.profile), needed="a path or an ExpertProfile")
+        need(known, "profile is unusable", found=shown(self.profile), needed="a path or an ExpertProfile")
         small = self.context is not None and self.context < LEAST_CONTEXT
         need(not small, "the context is too small", found=self.context, needed=f">= {LEAST_CONTEXT}")
-        need(self.draft != "", "draft is empty", found="''", needed='a path, or "off" for none')
+        need(not one_of(self.draft, ("",)), "draft is empty", found="''", needed='a path, or "off" for none')
         proposes = callable(getattr(self.draft, "propose", None))
         need(
             self.draft is None or isinstance(self.draft, str | Path) or proposes,
             "draft is unusable",
-            found=repr(self.draft),
+            found=shown(self.draft),
             needed='"off", "auto", "lookup", a path, or an object with propose(tokens, k)',
         )
 
     @property
     def drafting(self) -> bool:
-        return self.draft not in (None, "off")
+        return self.draft is not None and not one_of(self.draft, ("off",))
 
     def ranking(self, g: Geometry) -> ExpertProfile | None:
         """The profile, read and checked against the model."""
@@ -122,8 +129,8 @@ class LoadOptions:
 def find_draft_layer(gguf: GgufFile, draft: Any) -> Path | None:
     """The draft layer's file or folder that the option means, or None if there is none to use."""
     # "mtp" prices a layer that is not there; to load one, its name is that of a file.
-    source = draft_source(gguf, Path(draft) if draft == "mtp" else draft)
-    if source is None and draft == "auto":
+    source = draft_source(gguf, Path(draft) if one_of(draft, ("mtp",)) else draft)
+    if source is None and one_of(draft, ("auto",)):
         log.warning("no draft layer beside %s: drafting by lookup alone", gguf.path.name)
     return None if source is None else Path(source)
 

@@ -18,6 +18,7 @@ import numpy as np
 from strata.arch import architecture_of
 from strata.base.errors import Closed, DoesNotFit, ModelError, need
 from strata.base.geometry import Geometry
+from strata.base.numbers import shown
 from strata.base.plan import Mismatch, Plan
 from strata.base.process import OwnProcess
 from strata.base.program import Allocation
@@ -77,7 +78,7 @@ def load(
     threads      CPU threads, the caller's included; None: all physical cores this process may use, beside a GPU all but
                  one
     pin          bind workers to cores
-    kv           "f16", "int8" (half the memory) or "auto": f16 up to 8,192 cells
+    kv           "f16", "int8" (half the memory) or "auto": f16 up to 8,192 cells, where that fits
     prefill      "auto": prompts in chunks of 256 rows where they fill one; "windows": 8 rows at a time
     draft        "off" or None; "auto": the draft layer beside the model, if any, and lookup in earlier text; "lookup":
                  the latter alone; a path to a draft layer; or an object with propose(tokens, k)
@@ -103,12 +104,13 @@ def load(
 
     What is asked for is never made smaller: it fits or raises DoesNotFit before anything is allocated; what is chosen
     automatically may shrink, with a warning. `Model.plan` is the plan, `Model.stats()["plan"]` compares it with what
-    was taken. Raises FileError, ModelError, BadArgument or DoesNotFit, each with found, needed and advice.
+    was taken. Raises FileError, ModelError, BadArgument, NoDevice or DoesNotFit, each with found, needed and advice.
     """
     refuse_unknown(unknown, [*(f.name for f in fields(LoadOptions)), "on_progress"], "load")
-    need(isinstance(path, str | Path), "path is no path", found=repr(path), needed="str or Path")
+    need(isinstance(path, str | Path), "path is no path", found=shown(path), needed="str or Path")
     need(str(path) != "", "path is empty", found="''", needed="a GGUF file or its folder")
-    need(on_progress is None or callable(on_progress), "on_progress is no function", found=repr(on_progress))
+    usable = on_progress is None or callable(on_progress)
+    need(usable, "on_progress is no function", found=shown(on_progress), needed="a function of one record, or None")
     options = LoadOptions(context, sessions, threads, pin, kv, prefill, draft, checkpoints, device, vram_gib, ngram,
                           slots, experts, pcie_share, profile)  # fmt: skip
     options.validate()
@@ -293,7 +295,7 @@ class Model:
 
     def tokenize(self, text: str, special: bool = True) -> np.ndarray:
         """(n,) int32 ids; with special=False control tokens in the text are ordinary text."""
-        need(isinstance(text, str), "tokenize takes text", found=type(text).__name__)
+        need(isinstance(text, str), "tokenize takes text", found=type(text).__name__, needed="str")
         return self.tokenizer.encode(text, special)
 
     def detokenize(self, tokens: Sequence[int] | np.ndarray, skip_special: bool = False) -> str:

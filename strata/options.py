@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from strata.base.errors import BadArgument, need
+from strata.base.numbers import one_of, shown, truth_value, whole_number
 from strata.runtime.sampling import SamplingParams
 
 ALIASES = {"max_new_tokens": "max_tokens", "repeat_penalty": "repetition_penalty"}
@@ -23,7 +24,7 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], where: str) -> No
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
             advice = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(known)}."
-            raise BadArgument(f"{where} has no argument {name}", found=name, advice=advice)
+            raise BadArgument(f"{where} has no argument {name}", found=name, needed="one that it has", advice=advice)
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def generate_options(options: Mapping[str, Any], vocab: int, where: str = "gener
     named: dict[str, Any] = {}
     for name, value in options.items():
         real = ALIASES.get(name, name)
-        need(real not in named, f"{real} is given twice", found=f"{real} and its alias")
+        need(real not in named, f"{real} is given twice", found=f"{real} and its alias", needed="one of them")
         named[real] = value
     own = ("max_tokens", "stop", "ignore_eos", "wait", "drafts", "draft_acceptance")
     known = (*SAMPLING, *own, *ALIASES, *OWN_ARGUMENTS.get(where, ()))
@@ -63,32 +64,27 @@ def generate_options(options: Mapping[str, Any], vocab: int, where: str = "gener
     max_tokens, stop = named.pop("max_tokens", None), named.pop("stop", None)
     ignore_eos, wait = named.pop("ignore_eos", False), named.pop("wait", False)
     drafts, acceptance = named.pop("drafts", True), named.pop("draft_acceptance", "exact")
+    most = None
     if max_tokens is not None:
-        whole = isinstance(max_tokens, int | np.integer) and not isinstance(max_tokens, bool) and max_tokens >= 1
-        need(
-            whole,
-            "max_tokens is out of range",
-            found=repr(max_tokens),
-            needed="an integer >= 1, or None for what is left",
-        )
+        most = whole_number(max_tokens)
+        need(most is not None and most >= 1, "max_tokens is out of range", found=shown(max_tokens),
+             needed="an integer >= 1, or None for what is left")  # fmt: skip
     several = isinstance(stop, Sequence) and not isinstance(stop, str | bytes)
     strings = () if stop is None else tuple(stop) if several else (stop,)
     for text in strings:
-        need(isinstance(text, str) and text != "", "stop holds something else than strings", found=repr(text),
+        need(isinstance(text, str) and text != "", "stop holds something else than strings", found=shown(text),
              needed="one non-empty string or several")  # fmt: skip
-    need(isinstance(ignore_eos, bool) and isinstance(wait, bool), "ignore_eos and wait are truth values",
-         found=f"{ignore_eos!r}, {wait!r}")  # fmt: skip
+    for name, value in (("ignore_eos", ignore_eos), ("wait", wait), ("drafts", drafts)):
+        need(truth_value(value) is not None, f"{name} is no truth value", found=shown(value), needed="True or False")
     if named.get("logit_bias") is None:
         named.pop("logit_bias", None)
-    if named.get("top_logprobs"):
+    if whole_number(named.get("top_logprobs")):
         named.setdefault("logprobs", True)
-    need(isinstance(drafts, bool), "drafts is a truth value", found=repr(drafts))
-    need(acceptance in ("exact", "rejection"), "draft_acceptance is unknown", found=repr(acceptance),
+    need(one_of(acceptance, ("exact", "rejection")), "draft_acceptance is unknown", found=shown(acceptance),
          needed='"exact" or "rejection"')  # fmt: skip
     params = SamplingParams(**named)
     params.validate(vocab)
-    most = None if max_tokens is None else int(max_tokens)
-    return GenerateOptions(params.seeded(), most, strings, ignore_eos, wait, drafts, acceptance)
+    return GenerateOptions(params.seeded(), most, strings, bool(ignore_eos), bool(wait), bool(drafts), str(acceptance))
 
 
 def token_ids(tokens: Sequence[int] | np.ndarray, vocab: int, what: str = "prompt") -> np.ndarray:

@@ -34,7 +34,8 @@ def plan(path: str | Path, *, machine: Machine | None = None, measure: bool = Fa
     vram_gib, ram_gib caps on what may be taken
 
     Whether it fits is in the plan (`fits`, `verdict`, `shortfalls`, `remedies`); `Plan.require()` raises DoesNotFit.
-    Raises FileError, ModelError or BadArgument for a file or options that cannot be planned.
+    Raises FileError, ModelError or BadArgument for a file or options that cannot be planned, NoDevice for a GPU that is
+    asked for and not there.
     """
     for unused in ("pin", "on_progress"):
         options.pop(unused, None)

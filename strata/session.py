@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from strata.base.errors import BadArgument, Busy, Closed, need
+from strata.base.numbers import shown
 from strata.options import generate_options, token_ids
 from strata.records import ChatResult, Result
 from strata.runtime.checkpoints import Checkpoint
@@ -90,7 +91,8 @@ class Session:
     def _start(self, prompt, options, where, turn_starts, make, on_progress) -> Any:
         model = self._model
         self._need_open()
-        need(on_progress is None or callable(on_progress), "on_progress is no function", found=repr(on_progress))
+        usable = on_progress is None or callable(on_progress)
+        need(usable, "on_progress is no function", found=shown(on_progress), needed="a function of two numbers")
         checked = generate_options(options, model.geometry.V, where)
         ids = token_ids(model.tokenize(prompt) if isinstance(prompt, str) else prompt, model.geometry.V)
         self._take(checked.wait)

@@ -175,7 +175,7 @@ def test_no_model_is_wrong_usage(monkeypatch):
     monkeypatch.setattr(locate, "checkout", lambda: None)
     done = call("run", "x")
     assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr.startswith("strata run: no model is given; needed --model FILE")
+    assert done.stderr.startswith("strata run: no model is given; found neither --model nor STRATA_MODEL")
 
 
 def test_a_damaged_file_is_refused_with_one_line(tmp_path: Path):

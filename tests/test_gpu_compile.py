@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +17,7 @@ import pytest
 from strata.base.errors import BadArgument, StrataError
 from strata.gpu import compile as compiler
 from strata.gpu import launch as launches
-from strata.gpu.compile import Binary, compile_source, headers_of, nvrtc_version
+from strata.gpu.compile import Binary, Usage, compile_source, headers_of, nvrtc_version
 from strata.gpu.error_word import NO_ERROR, decode, where
 from strata.gpu.launch import FOLDER, Source, all_sources, i32, launch, pointer
 
@@ -115,6 +119,59 @@ def test_the_check_of_all_kernels(own_source, tmp_path, monkeypatch, capsys):
     assert "more than 0.001 s of CPU time" in capsys.readouterr().out
 
 
+def _fake_check(job: tuple[Source, int, bool]) -> tuple[str, int, float, dict[str, Usage]]:
+    """A job without a compiler. On `dies.cu` its process dies, always for sm_90, else the first time; `busy.cu` uses
+    CPU time."""
+    source, arch, _ = job
+    if source.file == "dies.cu":
+        died = Path(os.environ["STRATA_TEST_DIED"])
+        if arch == 90 or not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    if source.file == "busy.cu":
+        began = time.process_time()
+        while time.process_time() - began < 0.05:
+            pass
+    return source.file, arch, 0.1, {name: Usage(10, 0, 0, 0) for name in source.instances}
+
+
+@pytest.fixture
+def fake_jobs(monkeypatch, tmp_path):
+    """The check with fake jobs of three sources, in the given order."""
+    monkeypatch.setenv("STRATA_TEST_DIED", str(tmp_path / "died"))
+    sources = tuple(Source(name, ("k",)) for name in ("busy.cu", "dies.cu", "last.cu"))
+    monkeypatch.setattr(compiler, "_check", _fake_check)
+    monkeypatch.setattr(compiler, "_work", lambda source: 0)
+    monkeypatch.setattr(compiler, "all_sources", lambda: sources)
+    return sources
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_compiler_that_dies_is_named(fake_jobs, capsys, processes):
+    with pytest.raises(StrataError, match=r"the compiler died on dies\.cu for sm_90") as died:
+        compiler.check_all((75, 90), processes, verbose=False)
+    assert died.value.found and died.value.needed and died.value.advice
+    said = capsys.readouterr().out.splitlines()
+    assert said.count("a process died: what has no result yet is compiled again, one at a time") == 1
+    rest = [line.split()[:2] for line in said if line.startswith("sm_")]
+    assert rest == [["sm_75", "busy.cu"], ["sm_90", "busy.cu"], ["sm_75", "dies.cu"]]
+    assert compiler.main(["--arch", "90", "--processes", str(processes)]) == 1
+    assert "the compiler died on dies.cu for sm_90" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_a_process_that_dies_once_is_told_and_loses_nothing(fake_jobs, capsys, monkeypatch, processes):
+    """As where the system took its memory: everything is checked, in the same order, and all CPU time counts."""
+    assert compiler.check_all((75, 80), processes, verbose=False) == 0
+    *lines, total = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines if line.startswith("sm_")] == [
+        [f"sm_{arch}", source.file] for source in fake_jobs for arch in (75, 80)
+    ]
+    assert sum("a process died" in line for line in lines) == 1 and total.startswith("6 kernels of 6 cubins in ")
+    monkeypatch.setattr(compiler, "CPU_LIMIT_S", 0.09)
+    assert compiler.check_all((75, 80), processes, verbose=False) == 1, "two busy jobs of 0.05 s"
+
+
 def test_the_test_install_of_the_readme_can_compile():
     root = FOLDER.parents[1]
     extras = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
@@ -210,4 +267,4 @@ def test_the_backend_imports_without_cupy():
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=FOLDER.parents[1]
     )
-    assert done.stdout.strip() == "StrataError True"
+    assert done.stdout.strip() == "NoDevice True"

@@ -20,7 +20,7 @@ from strata.cpu.backend import CpuBackend
 from strata.cpu.head_rows import most_likely
 from strata.gpu import draft_rows
 from strata.gpu.backend import GpuBackend
-from strata.gpu.head_rows import runs_of, term_bytes
+from strata.gpu.head_rows import lane_bytes, runs_of
 from strata.gpu_speed import replayed
 from strata.pack.experts import expert_layout
 from strata.pack.gguf_file import GgufFile
@@ -89,7 +89,7 @@ class Chain:
         self.token, self.chain = room(1, dtype="int32"), room(draft_rows.CHAIN_BYTES, dtype="uint8")
         self.slot = Slot(self.ring)
         self.logits, self.tops = room(1, V), room(runs_of(V), dtype="uint32")
-        self.terms = room(term_bytes(1, V) // 8, dtype="float64")
+        self.lanes = room(lane_bytes(1) // 8, dtype="float64")
 
     def start(self, goes_on: bool, reverse: bool = False) -> None:
         run_all(draft_rows.start(address(self.words), address(self.slot), DRAFT_RING_ROWS, address(self.streams),
@@ -98,9 +98,9 @@ class Chain:
 
     def choose(self, logits: np.ndarray, reverse: bool = False) -> None:
         self.logits[0] = logits
-        run_all(draft_rows.choice(address(self.logits), address(self.tops), address(self.terms), address(self.chain),
+        run_all(draft_rows.choice(address(self.logits), address(self.tops), address(self.lanes), address(self.chain),
                                   address(self.ids), self.V), reverse=reverse)  # fmt: skip
-        for a in (self.chain, self.x, self.token, self.pos, self.first):
+        for a in (self.chain, self.lanes, self.x, self.token, self.pos, self.first):
             check_guards(a)
 
     def records(self, n: int) -> list[tuple[int, float]]:

@@ -27,9 +27,10 @@ def largest(logits: np.ndarray, n: int, bans: bool = False, reverse: bool = Fals
 
 def sums_of(logits: np.ndarray, values: np.ndarray) -> np.ndarray:
     T, V = logits.shape
-    terms, sums = room(gpu.term_bytes(T, V) // 8, dtype="float64"), room(T, dtype="float64")
-    run_all(gpu.log_sum_exp(address(logits), address(values), address(terms), address(sums), T, V), reverse=V % 2 == 1)
-    check_guards(terms)
+    lanes, sums = room(gpu.lane_bytes(T) // 8, dtype="float64"), room(T, dtype="float64")
+    run_all(gpu.log_sum_exp(address(logits), address(values), address(lanes), address(sums), T, V), reverse=V % 2 == 1)
+    check_guards(lanes)
+    check_guards(sums)
     return sums
 
 

@@ -250,11 +250,11 @@ def _measured(path, context, draft=None):
 
 
 def _check_measured(made, scratch, weights):
-    priced = made.line("window scratch").n_bytes + made.line("logits").n_bytes
-    assert priced == pytest.approx(scratch, rel=0.01)
+    """To the byte."""
+    assert made.line("window scratch").n_bytes + made.line("logits").n_bytes == scratch
     assert "LM head" in weights and "small tables" in weights
     for line, n_bytes in weights.items():
-        assert made.line(line, "vram").n_bytes == pytest.approx(n_bytes, rel=0.01), line
+        assert made.line(line, "vram").n_bytes == n_bytes, line
 
 
 @pytest.mark.parametrize("context", [256, 5000, 32768])

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import strata
 from strata import loading
-from strata.base.errors import BadArgument, DoesNotFit, StrataError
+from strata.base.errors import BadArgument, DoesNotFit, NoDevice, StrataError
 from strata.cli import app
 from strata.gpu.device import cuda_problem
 from strata.planner import needs
@@ -86,11 +86,14 @@ def test_a_plain_machine_says_nothing(tiny_path, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, "strata"), load(device="auto") as model:
         assert model.plan.device == "cpu" and caplog.records == []
     for device in ("cuda", "cuda:1"):
-        with pytest.raises(BadArgument, match="is not there") as refused:
+        with pytest.raises(NoDevice, match="is not there") as refused:
             strata.load(tiny_path, context=256, device=device)
         assert refused.value.found == "GPUs: 0"
-    with pytest.raises(BadArgument, match="this needs a GPU"):
-        strata.load(tiny_path, context=256, vram_gib=4, device="auto")
+    for asked in ({"vram_gib": 4}, {"slots": 8}, {"experts": "pinned"}):
+        with pytest.raises(NoDevice, match="needs a GPU"):
+            strata.load(tiny_path, context=256, device="auto", **asked)
+        with pytest.raises(BadArgument, match="needs a GPU"):
+            strata.load(tiny_path, context=256, device="cpu", **asked)
 
 
 @shimmed
@@ -153,7 +156,7 @@ def test_commands_take_a_device(tiny_path, monkeypatch):
     refused = runner.invoke(app, ["run", "x = ", *model, "--device", "cuda", "--vram-gib", "0.4"])
     assert refused.exit_code == 1 and "does not fit" in refused.output
     unknown = runner.invoke(app, ["run", "x = ", *model, "--device", "tpu"])
-    assert unknown.exit_code != 0 and "unknown device 'tpu'" in unknown.output
+    assert unknown.exit_code != 0 and "unknown device; found 'tpu'" in unknown.output
     done = runner.invoke(app, ["run", "x = ", *model, "--device", "cpu", "--threads", "1", "-n", "2"])
     assert done.exit_code == 0 and done.stdout
     for verb in (["run"], ["chat"], ["score"], ["bench", "decode"]):

@@ -25,7 +25,9 @@ from strata.replay import uniform_ids
 from tests.canonical.call import assert_same, check_guards, guarded, room
 from tests.gpu.host_device import HostDevice
 from tests.gpu.run_on_cpu import ON_DEVICE, address, needs_compiler, run_all
+from tests.gpu.shared_model import L, path
 
+__all__ = ["path"]
 LEAST = Effort(nodes=1, rounds=1, copy_bytes=1 << 16, windows=1)
 
 
@@ -142,8 +144,8 @@ def quick(monkeypatch):
 
 
 @needs_compiler
-def test_a_file_from_the_command_line(quick, tiny_path):
-    words = command("--model", str(tiny_path), "--rows", "1,2", "--context", "256", "--position", "40", "--routing",
+def test_a_file_from_the_command_line(quick, path):
+    words = command("--model", str(path), "--rows", "1,2", "--context", "256", "--position", "40", "--routing",
                     "uniform", "--card", "RTX 4090")  # fmt: skip
     done = CliRunner().invoke(app, [*words, "--json"])
     assert done.exit_code == 0, done.output
@@ -154,7 +156,7 @@ def test_a_file_from_the_command_line(quick, tiny_path):
     assert [w["rows"] for w in found["windows"]] == [1, 2]
     for w in found["windows"]:
         assert set(w) == {f.name for f in dataclasses.fields(gpu_speed.WindowSpeed)}
-        assert w["us"] > 0 and w["wall_us"] > 0 and w["nodes"] > 50
+        assert w["us"] > 0 and w["wall_us"] > 0 and w["nodes"] > 20 * found["layers"] == 20 * L
         assert w["card_us"] == pytest.approx(w["n_bytes"] / 1008e3 + w["nodes"] * found["node_us"])
         assert w["head_us"] > 0 and w["head_nodes"] >= 5 and w["head_card_us"] > w["head_bytes"] / 1008e3 > 0
         ops = {op["name"]: op for op in w["ops"]}
@@ -166,9 +168,9 @@ def test_a_file_from_the_command_line(quick, tiny_path):
 
 
 @needs_compiler
-def test_what_a_reader_sees(quick, tiny_path):
+def test_what_a_reader_sees(quick, path):
     words = ("--rows", "1", "--context", "256", "--position", "8")
-    done = CliRunner().invoke(app, command("--model", str(tiny_path), *words))
+    done = CliRunner().invoke(app, command("--model", str(path), *words))
     assert done.exit_code == 0, done.output
     for text in ("device", "routing", "window of 1 row", "distinct experts", "of the copy", "RTX 5070", "experts"):
         assert text in done.stdout, text
@@ -197,7 +199,7 @@ def test_without_a_gpu_no_model_is_made(monkeypatch, which):
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls, *a, **k: replace(here(*a, **k), gpus=())))
     monkeypatch.setattr(synth, "memory_model", made)
     done = CliRunner().invoke(app, ["bench", *which.split()])
-    assert done.exit_code in (1, 2) and ("needs a GPU" in done.stderr or "is not there" in done.stderr), done.output
+    assert done.exit_code == 1 and ("needs a GPU" in done.stderr or "is not there" in done.stderr), done.output
 
 
 def test_shared_experts_are_not_measured_on_the_cpu():

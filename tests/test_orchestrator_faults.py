@@ -243,3 +243,34 @@ def test_soak_services_that_return(path, patch):
             before = held(process)
     after = held(process)
     assert after[:2] == before[:2] and after[2] - before[2] < 32 << 20
+
+
+def test_a_recorded_window_is_a_window_that_is_not_counted(path, patch):
+    """It gives the bits of one that is served, leaves no routing to count, and no gap below zero; and it is refused
+    where an exchange was torn."""
+    tokens = np.arange(5, 8, dtype=np.int32)
+    with load(path, slots=9, experts="resident") as model:
+        backend, o = model._backend, shared(model)
+        state = backend.new_state()
+
+        def recorded() -> list[np.ndarray]:
+            found = backend.recorded(state, tokens[:2], (-1, -1), lambda index: ("streams",))
+            return [buffers["streams"] for _, buffers in found]
+
+        backend.window(state, tokens, (-1, -1))
+        backend.window(state, tokens[:2], (-1, -1))
+        wanted = backend.streams[:2].copy()
+        backend.window(state, tokens, (-1, -1))  # of which nothing is committed
+        counted, rows = o.tiers.counts.copy(), o.tiers.stats()["lookups"]
+        assert np.array_equal(recorded()[-1].view(np.int32), wanted.view(np.int32))
+        backend.commit(state, 2)
+        assert np.array_equal(o.tiers.counts, counted) and o.tiers.stats()["lookups"] == rows
+        o._gap_ms = None
+        backend.window(state, tokens, (7, 6))
+        assert o._gap_ms is None, "the window before did not end as a served one"
+        backend.window(state, tokens, (7, 6))
+        assert o._gap_ms >= 0
+        o._torn = True
+        with pytest.raises(StrataError, match="was interrupted"):
+            recorded()
+        o._torn = False

@@ -1,23 +1,17 @@
 """The plan against what really happens: bytes taken by the CPU backend, and the time of a token."""
 
-import time
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from strata.arch import architecture_of
-from strata.base.window import HeadRequest
+from strata.cli.bench.plan import measure
 from strata.cpu.backend import CpuBackend
 from strata.pack.experts import expert_layout
 from strata.pack.gguf_file import GgufFile
 from strata.pack.tensors import Tensors
-from strata.planner.calibrate import measure_costs, types_of
 from strata.planner.machine import Machine
-from strata.planner.memory import plan, read_facts
 from strata.planner.of_load import plan_file
-from strata.planner.probes import ram_read_gbps
 from tests.model_maker import make_wide_model
 
 TINY = Path(__file__).parents[1] / "examples/models/tiny-flash-next/tiny-flash-next-IQ3_XXS-00001-of-00002.gguf"
@@ -54,49 +48,13 @@ def test_the_cpu_backend_takes_what_was_planned(which, context, kv, sessions, wi
 ROUNDS = 6
 
 
-class _Decoder:
-    """Decodes random tokens on one thread."""
-
-    def __init__(self, path: Path):
-        self.backend = _backend(path, 512, "f16", threads=1)
-        self._rng = np.random.default_rng(0)
-        self.begin()
-
-    def begin(self) -> None:
-        """The next token is the first of a session."""
-        self._state, self._previous = self.backend.new_state(), (-1, -1)
-
-    def token_ms(self) -> float:
-        """CPU time of one token: window, head and commit."""
-        token = int(self._rng.integers(0, self.backend.geometry.V))
-        began = time.thread_time()
-        self.backend.window(self._state, np.array([token], np.int32), self._previous)
-        self.backend.head(0, 1, HeadRequest())
-        self.backend.commit(self._state, 1)
-        taken = (time.thread_time() - began) * 1e3
-        self._previous = (token, self._previous[0])
-        return taken
-
-
 @pytest.mark.parametrize(("which", "tokens"), [("tiny", 200), ("wide", 10)])
 def test_predicted_decode_time_is_near_the_measured_one(which, tokens, wide):
     """On one thread, by its CPU time. Other programs make cores slower and caches colder, never the other way round.
     So kernels and tokens are timed in turns, and the least counts: of the tokens, and of the rounds' estimates."""
     path = TINY if which == "tiny" else wide
-    facts, machine = read_facts(path), Machine.here()
-    decoder, times, predicted = _Decoder(path), [], []
-    try:
-        for _ in range(8):
-            decoder.token_ms()
-        for _ in range(ROUNDS):
-            costs = measure_costs(types_of(facts))
-            machine = replace(machine, ram_gbps=ram_read_gbps(1), ram_gbps_measured=True)
-            p = plan(facts, machine, context=256, kv="f16", threads=1, device="cpu", costs=costs)
-            predicted.append(p.estimate.decode_ms)
-            decoder.begin()
-            times += [decoder.token_ms() for _ in range(tokens)]
-    finally:
-        decoder.backend.close()
-    ratio = min(predicted) / min(times) - 1
-    print(f"{which}: predicted {min(predicted):.3f} ms, measured {min(times):.3f} ms, {ratio:+.1%}")
-    assert abs(ratio) <= TOLERANCE, f"predicted {predicted} ms, measured {sorted(times)} ms"
+    found = measure(path, tokens, ROUNDS)
+    predicted, times = found.predicted_ms, found.measured_ms
+    print(f"{which}: predicted {min(predicted):.3f} ms, measured {min(times):.3f} ms, {found.ratio:+.1%}")
+    assert len(predicted) == ROUNDS and len(times) == ROUNDS * tokens
+    assert abs(found.ratio) <= TOLERANCE, f"predicted {predicted} ms, measured {sorted(times)} ms"

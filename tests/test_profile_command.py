@@ -161,12 +161,34 @@ def test_calibrate_says_that_nothing_is_kept(tiny_path, tmp_path, monkeypatch):
     assert "nothing is kept" in done.stdout and "settings    as planned" in done.stdout
 
 
+def test_calibrate_has_one_rule_of_what_is_kept(tiny_path, tmp_path, monkeypatch):
+    """The command's words follow the numbers that decide."""
+    from strata import calibration
+    from strata.calibration import Calibration, ExpertTimes, Trial
+    from strata.cli import calibrate
+    from strata.planner.remembered import Settings
+
+    told = " ".join(call("calibrate", "--help").stdout.split())
+    assert f"by {100 * calibration.LEAST_GAIN:g} % or more" in told and f"{calibration.LEAST_TURNS} or more" in told
+    monkeypatch.setenv("STRATA_CACHE", str(tmp_path))
+    trials = [Trial(Settings(threads=1), 2.0, 1.5, 0.4)]
+    found = Calibration("m", "cpu", ExpertTimes(2, 8.0, 20.0), 50.0, None, None, trials, Settings())
+    monkeypatch.setattr(calibration, "calibrate", lambda path, **options: found)
+    assert "not kept: the turns differ by more" in call("calibrate", tiny_path).stdout
+    monkeypatch.setattr(calibrate, "LEAST_GAIN", 0.5)
+    monkeypatch.setattr(calibrate, "LEAST_TURNS", 5)
+    said = call("calibrate", tiny_path).stdout
+    assert "faster by 50 %" in said and "turns differ by more" not in said
+    assert "needed >= 5" in call("calibrate", tiny_path, "--turns", 4).stderr
+
+
 def test_calibrate_refuses_a_device_that_is_not_there(tiny_path, monkeypatch):
     here = Machine.here
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls, *a, **k: replace(here(*a, **k), gpus=())))
-    for device, text in (("cuda", "is not there"), ("cuda:1", "is not there"), ("gpu", "unknown device")):
+    for device, text, status in (("cuda", "is not there", 1), ("cuda:1", "is not there", 1),
+                                 ("gpu", "unknown device", 2)):  # fmt: skip
         done = call("calibrate", tiny_path, "--device", device)
-        assert done.exit_code == 2 and text in done.stderr
+        assert done.exit_code == status and text in done.stderr
 
 
 @pytest.mark.parametrize("flag", ["--out", "--trace"])

@@ -38,6 +38,10 @@ class DoesNotFit(StrataError):
     """An allocation is larger than what the machine or the plan has."""
 
 
+class NoDevice(StrataError):
+    """A GPU was asked for that is not there, or that this process cannot use."""
+
+
 class ContextFull(StrataError):
     """Prompt, answer and the reserve of 8 cells exceed the context."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from strata.base.errors import need
+from strata.base.trials import LEAST_GAIN, LEAST_TURNS
 from strata.cli import flags
 from strata.cli.locate import find_model
 from strata.cli.output import note
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 def command(
     file: Annotated[Path, typer.Argument(help="A GGUF file or its folder.", show_default=False)],
     windows: Annotated[int, typer.Option(help="Windows of a turn.")] = 16,
-    turns: Annotated[int, typer.Option(help="Turns of each comparison, 3 or more; medians count.")] = 7,
+    turns: Annotated[int, typer.Option(help=f"Turns of each comparison, {LEAST_TURNS} or more; medians count.")] = 7,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda:N.")] = "auto",
     forget: Annotated[bool, typer.Option("--forget", help="Drop what is remembered, and measure nothing.")] = False,
     json_: flags.Json = False,
@@ -30,7 +31,7 @@ def command(
 
     What is remembered holds for this machine and this file. Without a GPU, fewer CPU threads are tried.
     """
-    for name, value, least in (("--windows", windows, 1), ("--turns", turns, 3)):
+    for name, value, least in (("--windows", windows, 1), ("--turns", turns, LEAST_TURNS)):
         need(value >= least, f"{name} is too small", found=value, needed=f">= {least}")
     path = find_model(file, "the argument")
     from strata.planner import remembered
@@ -64,13 +65,14 @@ def _text(r: dict[str, Any], settings: Settings) -> list[str]:
         lines.append(f"suggested   {r['split']['pcie_num']}/256 of the misses over the link")
     for t in r["trials"]:
         base, ms, gain, spread = t["base_ms"], t["candidate_ms"], 100 * t["gain"], 100 * t["spread"]
-        noise = gain >= 3 and not t["kept"]
+        noise = t["gain"] >= LEAST_GAIN and not t["kept"]
         verdict = "kept" if t["kept"] else f"not kept{': the turns differ by more' if noise else ''}"
         lines.append(f"{_name(t['candidate']):<11} {ms:.3f} ms a window, against {base:.3f}: {gain:+.1f} %, turns "
                      f"within {spread:.1f} %, {verdict}")  # fmt: skip
     lines += [f"note        {text}" for text in r["notes"]]
     if r["trials"] and not any(t["kept"] for t in r["trials"]):
-        lines.append("nothing is kept: no setting was faster by 3 % and by more than its turns differ")
+        lines.append(f"nothing is kept: no setting was faster by {100 * LEAST_GAIN:g} % and by more than its turns "
+                     "differ")  # fmt: skip
     lines.append(f"settings    {_name(vars(settings))}")
     return [*lines, f"remembered  {r['remembered_in']}"]
 

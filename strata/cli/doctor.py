@@ -21,6 +21,6 @@ def command(
     """Say which parts of this machine will be slow, why, and what to do about it."""
     if path is not None and not path.exists():
         raise FileError("doctor has nothing to look at", found=f"no file or folder '{path}'",
-                        advice="Name a model file, its folder, or nothing.")  # fmt: skip
+                        needed="a model file, its folder, or nothing")  # fmt: skip
     report = examine(path)
     typer.echo(json.dumps(report.to_json(), indent=2) if json_ else report.text())

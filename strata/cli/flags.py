@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from strata.base.errors import BadArgument, need
+from strata.base.numbers import shown
 from strata.base.progress import UPLOADING, LoadProgress
 from strata.cli.locate import find_model
 from strata.cli.output import quiet_interrupt, working
@@ -163,8 +164,13 @@ def slots(text: str | None) -> int | str | None:
     """The value of --slots for a load. BadArgument if it is neither a number nor "all"."""
     if text is None or text == "all":
         return text
-    need(text.isascii() and text.isdigit(), "--slots cannot be read", found=repr(text), needed="a number, or all")
+    need(is_count(text), "--slots cannot be read", found=shown(text), needed="a number, or all")
     return int(text)
+
+
+def is_count(text: str) -> bool:
+    """Whether a text is a whole number in plain digits, not longer than any option's."""
+    return text.isascii() and text.isdigit() and len(text) <= 18
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ def find_model(given: Path | None, named: str = "--model") -> Path:
         return _file_of(root / BUNDLED, "the checkout")
     raise BadArgument(
         "no model is given",
+        found=f"neither {named} nor {VARIABLE}, and no source checkout",
         needed=f"--model FILE or the variable {VARIABLE}",
         advice="Give any one shard of a GGUF file, or the folder that holds it.",
     )

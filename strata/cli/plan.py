@@ -57,7 +57,7 @@ def command(
     """Say what a load takes, whether it fits, what bounds its speed and what to change.
 
     The plan is the one that a load executes, here or on the machine described. Reads headers only; a partly downloaded
-    file will do. Exit status: 0 fits, 1 does not or cannot be read, 2 usage.
+    file will do. Exit status: 0 fits, 1 does not, cannot be read or asks for a GPU that is not there, 2 usage.
     """
     options = {
         "context": context,
@@ -66,7 +66,7 @@ def command(
         "device": device,
         "experts": experts,
         "pcie_share": pcie_share,
-        "prefill": int(prefill) if prefill.isdigit() else prefill,
+        "prefill": int(prefill) if flags.is_count(prefill) else prefill,
         "draft": draft,
         "draft_vocabulary": draft_vocabulary,
         "checkpoints": checkpoints,

@@ -49,10 +49,11 @@ def command(
     The model reads the texts on the CPU; texts of the kind it will work on make the best profile. The expert cache and
     `strata plan --profile` use it. A simulation needs the routing alone, and no GPU.
     """
-    need(out is not None or simulate or trace is not None, "there is nothing to do", needed="-o, --simulate or --trace")
+    need(out is not None or simulate or trace is not None, "there is nothing to do", found="no result asked for",
+         needed="-o, --simulate or --trace")  # fmt: skip
     need(bool(texts) != bool(from_trace), "routing comes from texts or from traces",
          found="both" if texts else "neither", needed="one of TEXT... and --from-trace")  # fmt: skip
-    need(trace is None or bool(texts), "--trace writes the routing of texts", needed="TEXT...")
+    need(trace is None or bool(texts), "--trace writes the routing of texts", found="--from-trace", needed="TEXT...")
     need(1 <= rows <= 8, "--rows is out of range", found=rows, needed="1 to 8")
     need(max_tokens is None or max_tokens >= 1, "--max-tokens is too small", found=max_tokens, needed=">= 1")
     for place in filter(None, (out, trace)):
@@ -66,7 +67,7 @@ def command(
     else:
         parts = _read_texts(path, texts, rows, max_tokens, special, context, threads)
     windows = [w for part in parts for w in part]
-    need(len(windows) > 0, "there is no routing", found="0 windows")
+    need(len(windows) > 0, "there is no routing", found="0 windows", needed="1 or more")
     report = {"file": str(path), "sources": [str(p) for p in from_trace or texts], "layers": layers, "experts": experts}
     report |= _facts(windows, experts)
     if trace is not None:
@@ -93,9 +94,15 @@ def command(
 def _check_place(place: Path) -> None:
     """FileError for a file that could not be written after the texts have been read, which may take hours."""
     folder = place.parent
-    good = place.name != "" and not place.is_dir() and folder.is_dir() and os.access(folder, os.W_OK)
-    if not good:
-        raise FileError(f"cannot write '{place}'", needed="a file in a writable folder that exists")
+    if place.name == "" or place.is_dir():
+        found = "a folder"
+    elif not folder.is_dir():
+        found = f"no folder '{folder}'"
+    elif not os.access(folder, os.W_OK):
+        found = f"'{folder}' is not writable"
+    else:
+        return
+    raise FileError(f"cannot write '{place}'", found=found, needed="a file in a writable folder that exists")
 
 
 def _experts(path: Path) -> tuple[int, int, tuple[int, ...]]:
@@ -137,7 +144,7 @@ def _content(text: Path) -> str:
         raise FileError(f"cannot read '{text}'", found=error.strerror, needed="a text file") from None
     except UnicodeDecodeError as error:
         raise FileError(f"'{text}' is not UTF-8 text", found=f"byte {text.read_bytes()[error.start]:#04x} at "
-                        f"offset {error.start}") from None  # fmt: skip
+                        f"offset {error.start}", needed="UTF-8") from None  # fmt: skip
 
 
 def _facts(windows: list[RoutedWindow], experts: int) -> dict[str, Any]:

@@ -81,5 +81,7 @@ def _read(file: Path) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         raise FileError(
-            f"'{file}' is not UTF-8 text", found=f"byte {data[error.start]:#04x} at offset {error.start}"
+            f"'{file}' is not UTF-8 text",
+            found=f"byte {data[error.start]:#04x} at offset {error.start}",
+            needed="UTF-8",
         ) from None

@@ -10,6 +10,9 @@ import psutil
 
 from strata.base.errors import need
 
+MOST_THREADS = 1024
+"""Most threads of a pool, the caller included."""
+
 
 @dataclass(frozen=True)
 class CoreFacts:

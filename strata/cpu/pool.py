@@ -30,7 +30,7 @@ from numba import njit
 from strata.base.compiled import cached_njit
 from strata.base.errors import Closed, StrataError, need
 from strata.base.process import OwnProcess
-from strata.cpu.cores import core_facts, default_threads, one_cpu_per_core
+from strata.cpu.cores import MOST_THREADS, core_facts, default_threads, one_cpu_per_core
 from strata.cpu.machine_code import (
     call3,
     clock_ns,
@@ -265,8 +265,8 @@ class Pool:
         facts = core_facts()
         if threads is None:
             threads = default_threads(facts, reserve_cores)
-        need(isinstance(threads, int) and 1 <= threads <= 1024, "threads is out of range", found=threads,
-             needed="1 to 1024")  # fmt: skip
+        need(isinstance(threads, int) and 1 <= threads <= MOST_THREADS, "threads is out of range", found=threads,
+             needed=f"1 to {MOST_THREADS}", advice="None is one thread per physical core.")  # fmt: skip
         cpus = one_cpu_per_core(facts)
         need(not pin or threads <= len(cpus), "pinned threads need a physical core each", found=f"{threads} threads",
              needed=f"at most {len(cpus)}", advice="Use fewer threads or pin=False.")  # fmt: skip

@@ -53,8 +53,9 @@ def read_profile(path: str | Path, n_layers: int, n_experts: int) -> ExpertProfi
         with path.open("rb") as file:
             data = file.read(size_limit + 1)
             file_bytes = os.fstat(file.fileno()).st_size
-    except OSError as error:
-        raise FileError(f"cannot read '{path}'", found=error.strerror, needed="an expert profile") from error
+    except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
+        found = getattr(error, "strerror", None) or str(error)
+        raise FileError(f"cannot read '{path}'", found=found, needed="an expert profile") from error
     if data[:4] != MAGIC:
         raise FileError(f"'{path}' is not an expert profile", found=f"first bytes {data[:4]!r}", needed=MAGIC)
     if len(data) < _HEAD.size:

@@ -8,7 +8,7 @@ that behind the window. It never waits for a copy, and nothing here changes a bi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -189,6 +189,11 @@ class Orchestrator:
 
     # ---- windows
 
+    @property
+    def last_window_us(self) -> float:
+        """How long the last window took, from its launch on."""
+        return max(0.0, self._ended - self._began) * 1e6
+
     def launched(self) -> None:
         """Before a window."""
         self.loan.take_back()
@@ -196,7 +201,7 @@ class Orchestrator:
             raise StrataError("an exchange of experts between VRAM and RAM was interrupted", needed="every expert in "
                               "one of them", advice="Load the model again.")  # fmt: skip
         began = time.perf_counter()
-        if self._ended:
+        if self._ended > self._began:  # else the last window failed, or was one for checks
             # A pause between answers is no time that copies may count on in the middle of one.
             gap_ms = min(began - self._ended, self._ended - self._began) * 1e3
             self._gap_ms = gap_ms if self._gap_ms is None else self._gap_ms + GAP_MEMORY * (gap_ms - self._gap_ms)
@@ -330,6 +335,14 @@ class TieredBackend(GpuBackend):
         super().window(state, tokens, previous, after_op)
         if after_op is None:
             self.orchestrator.ended(len(tokens))
+
+    def recorded(
+        self, state: DeviceState, tokens: np.ndarray, previous: tuple[int, int],
+        names_of: Callable[[int], Sequence[str]],
+    ) -> Iterator[tuple[Op, dict[str, np.ndarray]]]:  # fmt: skip
+        """As `GpuBackend.recorded`. A commit behind it is not counted, as behind `window` with `after_op`."""
+        self.orchestrator.launched()
+        return super().recorded(state, tokens, previous, names_of)
 
     def _counted(self, c: ChunkLowering, op: Op) -> None:
         """The experts op of a chunk, and how often it asks for each expert."""

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from strata.base.errors import BadArgument, need
-from strata.base.numbers import real_number, whole_number
+from strata.base.numbers import plain, real_number, shown, whole_number
 from strata.base.window import CANDIDATES, SUMMARY_TOP, HeadRequest, HeadRows
 from strata.cpu.head_rows import log_sum_exp, modified_row, summarise
 from strata.runtime import chain
@@ -40,7 +40,7 @@ def _check(name: str, value: object, kind: type, low: float, high: float, needed
     """Raise BadArgument unless `value` is a number of this kind (no bool) within [low, high]."""
     wanted = needed or f"{'an integer' if kind is int else 'a number'} from {low:g} to {high:g}"
     good = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
-    need(good and low <= value <= high, f"{name} is out of range", found=repr(value), needed=wanted)
+    need(good and low <= value <= high, f"{name} is out of range", found=shown(value), needed=wanted)
 
 
 def _own(value: object, kind: type) -> object:
@@ -87,6 +87,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, kind in _NUMBERS.items():
             object.__setattr__(self, name, _own(getattr(self, name), kind))
+        object.__setattr__(self, "logprobs", plain(self.logprobs))
         if isinstance(self.logit_bias, Mapping):
             bias = {_own(token, int): _own(value, float) for token, value in self.logit_bias.items()}
             object.__setattr__(self, "logit_bias", bias)
@@ -127,7 +128,7 @@ class SamplingParams:
         _check("penalty_last_n", self.penalty_last_n, int, 0, MAX_LAST_N)
         if self.seed is not None:
             _check("seed", self.seed, int, 0, MAX_SEED, f"None or an integer from 0 to {MAX_SEED}")
-        need(isinstance(self.logprobs, bool), "logprobs is not a truth value", found=repr(self.logprobs),
+        need(isinstance(self.logprobs, bool), "logprobs is not a truth value", found=shown(self.logprobs),
              needed="True or False")  # fmt: skip
         _check("top_logprobs", self.top_logprobs, int, 0, SUMMARY_TOP)
         need(self.logprobs or self.top_logprobs == 0, "top_logprobs is asked for without logprobs",

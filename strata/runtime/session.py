@@ -64,6 +64,8 @@ class SessionState:
         self.state = backend.new_state()
         self.ledger = Ledger(self.state, checkpoints)
         self._tokens = np.zeros(context, np.int32)
+        if mtp is not None:
+            mtp.follow(self.state, self._tokens)
 
     @property
     def rows(self) -> int:
@@ -73,6 +75,12 @@ class SessionState:
     def tokens(self) -> np.ndarray:
         """(rows,) int32 view of the tokens read so far."""
         return self._tokens[: self.state.rows]
+
+    def text(self, pending: int) -> np.ndarray:
+        """(rows + 1,) int32 view of the tokens read so far and the one that is read next; good until that is done."""
+        n = self.state.rows
+        self._tokens[n] = pending
+        return self._tokens[: n + 1]
 
     @property
     def previous(self) -> tuple[int, int]:
@@ -96,8 +104,8 @@ class SessionState:
         except BaseException:  # an interrupt in the middle: nobody knows which layers have advanced
             self.clear()
             raise
-        if self.mtp is not None and n_keep:  # the backend has kept the streams of the rows
-            self.mtp.rows_kept(self.state, tokens[:n_keep], eager)
+        if eager and self.mtp is not None:  # the backend has kept the streams of the rows
+            self.mtp.catch_up(self.state)
 
     def prefill(self, tokens: np.ndarray, following: np.ndarray | None = None) -> None:
         """Read a chunk of whole cells; following: the chunk that will be read after it, if that is known."""
@@ -201,11 +209,13 @@ class SessionState:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Back to a checkpoint of this session; BadArgument if it is not its own or its cells were overwritten."""
         if not self.ledger.owns(checkpoint):
-            raise BadArgument("this checkpoint belongs to another session", advice="Restore it where it was taken.")
+            raise BadArgument("this checkpoint belongs to another session", found=f"one at {checkpoint.rows} tokens",
+                              needed="one of this session", advice="Restore it where it was taken.")  # fmt: skip
         if not checkpoint.alive:
             raise BadArgument(
                 f"the checkpoint at {checkpoint.rows} tokens is dead",
                 found="cells before its end were written again",
+                needed="one whose cells are as they were",
                 advice="Read its tokens again, or take checkpoints before going back.",
             )
         self._restore(checkpoint)

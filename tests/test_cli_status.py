@@ -1,0 +1,124 @@
+"""Exit statuses: one for a GPU that is not there, whatever asks for it, and one for Ctrl-C from the first moment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from strata.base.errors import BadArgument, FileError, NoDevice
+from strata.cli import FAILED, INTERRUPTED, USAGE, app
+from strata.gpu import device
+from strata.planner.machine import Machine
+from tests.test_cli import ROOT, START_S, environment
+
+OF_A_GPU = {
+    "run": ("def", "--device", "cuda:0"),
+    "run --check": ("def", "--device", "cuda:0", "--check"),
+    "run --vram-gib": ("def", "--vram-gib", "4"),
+    "chat": ("--device", "cuda"),
+    "score": (str(ROOT / "README.md"), "--device", "cuda:0"),
+    "plan": ("FILE", "--device", "cuda:0"),
+    "plan --slots": ("FILE", "--slots", "8"),
+    "calibrate": ("FILE", "--device", "cuda"),
+    "bench decode": ("--device", "cuda:0"),
+    "bench draft": ("--device", "cuda:0"),
+    "bench draft --layers": ("--layers", "2", "--device", "cuda"),
+    "bench experts": (),
+    "bench experts --device": ("--device", "auto", "--experts", "mapped"),
+    "bench gpu": (),
+    "bench prefill": ("--device", "cuda"),
+    "bench prefill --made": ("--made", "Q4_K/IQ4_NL"),
+}
+"""Commands (an option behind them only tells them apart) and arguments that ask for a GPU."""
+
+
+@pytest.fixture
+def no_gpu(monkeypatch, tiny_path):
+    """A machine without a GPU, and without CuPy."""
+    here = Machine.here
+    monkeypatch.setattr(Machine, "here", classmethod(lambda cls, *a, **k: replace(here(*a, **k), gpus=())))
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setenv("STRATA_MODEL", str(tiny_path))
+
+
+@pytest.mark.parametrize("name", OF_A_GPU)
+def test_a_gpu_that_is_not_there_has_one_status(no_gpu, tiny_path, name):
+    verb = name.partition(" --")[0].split()
+    given = [str(tiny_path) if word == "FILE" else word for word in OF_A_GPU[name]]
+    done = CliRunner().invoke(app, [*verb, *given])
+    assert done.exit_code == FAILED and done.stdout == "", done.output
+    (said,) = done.stderr.splitlines()
+    assert said.startswith(f"strata {' '.join(verb)}: ") and "; found " in said and "; needed " in said
+    assert "needs a GPU" in said or "is not there" in said
+
+
+def test_a_load_on_the_cpu_with_options_of_a_gpu_is_wrong_usage(no_gpu):
+    for words in (("run", "def", "--device", "cpu", "--slots", "8"), ("bench", "experts", "--device", "cpu")):
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == USAGE and "needs a GPU" in done.stderr, done.output
+
+
+def test_what_lacks_for_a_gpu_is_of_one_kind(monkeypatch):
+    assert not issubclass(NoDevice, BadArgument | FileError)
+    assert isinstance(device.cuda_problem(0, (6, 1)), NoDevice)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    problem = device.cuda_problem(0, (9, 0))
+    assert isinstance(problem, NoDevice) and "CuPy" in problem.needed and "pip install" in problem.advice
+    with pytest.raises(NoDevice, match="a test needs a GPU: the GPU backend needs CuPy"):
+        device.required_device("a test")
+
+
+def test_the_statuses_are_written_down():
+    (line,) = [row for row in (ROOT / "README.md").read_text(encoding="utf-8").split("\n\n") if "Exit status" in row]
+    assert all(text in line for text in ("0 done", "1 refused", "a GPU that is not there", "2 wrong usage", "130 "))
+
+
+# ---- Ctrl-C while the command still imports its modules
+
+STUB = """
+import os, signal, sys
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    sum(range(100))
+except KeyboardInterrupt:  # as code that catches everything while it is imported
+    pass
+sys.path.remove(os.path.dirname(__file__))
+del sys.modules["typer"]
+import typer
+"""
+"""A module that presses Ctrl-C while it is imported, swallows what comes of it, and steps aside."""
+
+
+@pytest.mark.parametrize("module", ["strata", "strata.cli"])
+@pytest.mark.parametrize("heard", [True, False])
+def test_ctrl_c_at_the_start_is_quiet(tmp_path: Path, module, heard):
+    (tmp_path / "typer.py").write_text(STUB)
+    paths = environment(PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
+    ignore = None if heard else lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)
+    done = subprocess.run([sys.executable, "-m", module, "--version"], env=paths, cwd=ROOT, capture_output=True,
+                          text=True, timeout=START_S, preexec_fn=ignore)  # fmt: skip
+    said = "" if heard else "strata "
+    assert (done.returncode, done.stdout[:7], done.stderr) == (INTERRUPTED if heard else 0, said, "")
+
+
+def test_ctrl_c_between_start_and_verb_is_quiet():
+    code = "import signal; from strata.cli import main, verbs; " \
+           "verbs.app = lambda: signal.raise_signal(signal.SIGINT); main()"  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), cwd=ROOT, capture_output=True, text=True,
+                          timeout=START_S)  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (INTERRUPTED, "", "")
+
+
+def test_little_is_imported_before_ctrl_c_is_heard():
+    code = "import sys; before = set(sys.modules); import strata.cli; print(sorted(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), cwd=ROOT, capture_output=True, text=True,
+                          timeout=START_S)  # fmt: skip
+    modules = done.stdout.replace("'", "").strip("[]\n").split(", ")
+    assert [m for m in modules if m != "__future__"] == ["strata", "strata.base", "strata.base.errors", "strata.cli"]
