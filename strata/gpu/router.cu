@@ -1,6 +1,6 @@
 // Router: the K largest logits of a row and the softmax over them. One warp a row.
 //
-// A lane holds the keys of experts lane, lane + 32, .. and knows its largest. The K-th largest of the lanes' largest bounds
+// A lane holds the keys of four neighbouring experts in every 128 and knows its largest. The K-th of these largest bounds
 // the K-th largest key from below, so what reaches it is a short list that holds the chosen: each finds its place by
 // counting those in front of it. Where more reach it than there are lanes, K rounds over all logits find one each. With a
 // logit that is not finite the ids are still valid, so that what follows stays inside its memory.

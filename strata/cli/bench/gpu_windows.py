@@ -15,7 +15,7 @@ import numpy as np
 
 from strata import gpu_speed
 from strata.base.errors import BadArgument
-from strata.gpu import early_launch, gemv, hc_ops, ops
+from strata.gpu import early_launch, gemv, hc_ops, ops, qsa_append
 from strata.gpu.backend import GpuBackend
 from strata.gpu_speed import Effort, replayed, window_us
 
@@ -25,6 +25,7 @@ PLACES = {
     "early": (early_launch, "START_EARLY"),
     "tensor": (gemv, "MMA_FROM"),
     "shared out": (gemv, "MMA_SPLIT_FROM"),
+    "scores": (qsa_append, "SCORED_ROWS"),
 }
 """Constants of the lowering that choices set."""
 CHOICES: dict[str, dict[str, int]] = {
@@ -32,6 +33,7 @@ CHOICES: dict[str, dict[str, int]] = {
     "norms alone": {"norm": 0},
     "norms in products, all rows": {"norm": 8},
     "products in branches": {"mixed": 0},
+    "scores of blocks apart": {"scores": 0},
     "tensor cores: nowhere": {"tensor": 99, "shared out": 99},
     "tensor cores: experts from 2 rows": {"tensor": 2},
     "tensor cores: no experts": {"tensor": 99},

@@ -233,8 +233,10 @@ def product(
         units = MMA_TILES if entries and not hidden else 1
         grid = (across, rows // 32 if hidden else -(-rows // (64 * units)))
         return [launch(MMA, f"mma_rows<{format.name}>", grid, 128, *args, i32(units), shared_bytes=mma_bytes(x.K))]
+    # Only where a block may meet a lone column: blocks that ask for less are more, and leave more to L1.
+    lone = brings_column(x.K) and (M == 1 or (source is not GRIDS and (entries is not None or T % M == 1)))
     return [launch(source, f"product<{format.name}, {M}>", (across, tiles), 32 * warps, *args,
-                   shared_bytes=column_bytes(x.K, x.group) if brings_column(x.K) else 0)]  # fmt: skip
+                   shared_bytes=column_bytes(x.K, x.group) if lone else 0)]  # fmt: skip
 
 
 def _chunks(format: BlockFormat, K: int) -> int:

@@ -248,11 +248,10 @@ product(const u8 *weights, const u8 *up, const u64 *addresses, int part, i64 str
     }
     Quantised x = {codes, scales, sums};
     Hidden h = {up, h_codes, h_scales, h_sums, factors, experts, error, where};
-    const bool PAIRS = F::ENTRIES == 0;  // with a grid, two columns take the code of M
     if (alone)
         rows_of_block<F, 1, NEAR ? 1 : M>(weights, !ids, g, x, share, table, y, y_stride, rows, K, h, hidden, area);
-    else if (PAIRS && n <= 2)
-        rows_of_block<F, M == 1 ? 1 : PAIRS ? 2 : M, M>(weights, !ids, g, x, share, table, y, y_stride, rows, K, h, hidden, area);
+    else if (n <= 2)
+        rows_of_block<F, M == 1 ? 1 : 2, M>(weights, !ids, g, x, share, table, y, y_stride, rows, K, h, hidden, area);
     else
         rows_of_block<F, M, M>(weights, !ids, g, x, share, table, y, y_stride, rows, K, h, hidden, area);
 }
