@@ -107,7 +107,7 @@ class LoadOptions:
         small = self.context is not None and self.context < LEAST_CONTEXT
         need(not small, "the context is too small", found=self.context, needed=f">= {LEAST_CONTEXT}")
         need(not one_of(self.draft, ("",)), "draft is empty", found="''", needed='a path, or "off" for none')
-        proposes = callable(getattr(self.draft, "propose", None))
+        proposes = callable(getattr(self.draft, "propose", None)) and not isinstance(self.draft, type)
         need(
             self.draft is None or isinstance(self.draft, str | Path) or proposes,
             "draft is unusable",

@@ -253,8 +253,13 @@ def _make(
     tensors = tensors_of(spec, g)
     layout = file_layout(_keys(spec, g), tensors)
     os.posix_fallocate(fd, 0, layout.n_bytes)  # here, not as a bus error in the middle
-    with mmap.mmap(fd, layout.n_bytes) as target:
+    target = mmap.mmap(fd, layout.n_bytes)
+    try:
         _fill(target, layout, tensors, spec, on_progress, threads)
+    finally:
+        # Arrays over it live on in the traceback of a failure, which is the error to see; it is unmapped with them.
+        with contextlib.suppress(BufferError):
+            target.close()
 
 
 def write_model(folder: str | Path, spec: SynthSpec, on_progress: Callable[[int, int], None] | None = None) -> Path:

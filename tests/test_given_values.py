@@ -208,3 +208,27 @@ def test_what_cannot_be_shown_is_named_by_its_type():
     assert numbers.shown(Odd()) == "a value of type Odd" and numbers.shown(10**5000) == "a value of type int"
     assert numbers.shown(np.zeros((2, 3))) == "an array of float64 (2, 3)"
     assert numbers.shown("plain") == "'plain'"
+
+
+@pytest.mark.parametrize("name", ["vram_gib", "vram_free_gib", "ram_gib", "ram_available_gib", "ram_gbps", "disk_gbps"])
+@pytest.mark.parametrize("value", [1e300, 5e-324, -1.0])
+def test_sizes_of_a_described_machine_have_limits(name: str, value: float):
+    given = {"vram_gib": 8.0} if name == "vram_free_gib" else {}
+    with pytest.raises(BadArgument, match=f"{name} is out of range"):
+        Machine.describe(**given, **{name: value})
+
+
+@pytest.mark.parametrize("cores", [0, MOST_THREADS + 1, 10**30])
+def test_a_described_machine_has_as_many_cores_as_a_load_takes_threads(cores: int):
+    with pytest.raises(BadArgument, match="cores is out of range"):
+        Machine.describe(cores=cores)
+
+
+def test_the_class_of_a_drafter_is_no_drafter():
+    class Own:
+        def propose(self, tokens: np.ndarray, k: int) -> list[int]:
+            return []
+
+    LoadOptions(draft=Own()).validate()
+    with pytest.raises(BadArgument, match="draft is unusable"):
+        LoadOptions(draft=Own).validate()

@@ -236,3 +236,11 @@ def test_a_model_larger_than_the_memory_is_not_begun(monkeypatch):
     with pytest.raises(DoesNotFit, match="GB free"), memory_model(SynthSpec(layers=1024)):
         pass
     assert not made
+
+
+def test_an_interrupt_is_not_hidden_by_the_memory_it_leaves():
+    def interrupted(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), memory_model(SMALL, interrupted):
+        pytest.fail("it was made")

@@ -12,7 +12,7 @@ import psutil
 from strata.base.errors import BadArgument, need
 from strata.base.numbers import one_of, real_number, shown, truth_value, whole_number
 from strata.cpu import tiers
-from strata.cpu.cores import core_facts, usable_cores
+from strata.cpu.cores import MOST_THREADS, core_facts, usable_cores
 from strata.planner import probes
 from strata.planner.cards import GIB, card_by_name, find_card, link_gbps
 from strata.planner.cuda_context import has_context
@@ -37,6 +37,10 @@ DESCRIBED_CACHE_BYTES = 16 << 20
 
 DESCRIBED_DISK = (3.0, 400_000.0)
 """GB/s and random reads a second assumed for a described machine: a middling NVMe disk."""
+
+
+LEAST_REAL, MOST_REAL = 2.0**-10, 1e9
+"""Sizes in GiB and rates that describe a machine."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +188,8 @@ class Machine:
         ram_gbps, disk_gbps = _real("ram_gbps", ram_gbps), _real("disk_gbps", disk_gbps)
         disk_random_reads_per_s = _real("disk_random_reads_per_s", disk_random_reads_per_s)
         whole = whole_number(cores)
-        need(whole is not None and whole >= 1, "cores must be positive", found=shown(cores), needed="an integer >= 1")
+        need(whole is not None and 1 <= whole <= MOST_THREADS, "cores is out of range", found=shown(cores),
+             needed=f"an integer in 1..{MOST_THREADS:,}")  # fmt: skip
         cores = whole
         for label, value in (("rotational", rotational), ("wsl", wsl)):
             need(truth_value(value) is not None, f"{label} is no truth value", found=shown(value),
@@ -201,7 +206,7 @@ class Machine:
         free = int(ram_available_gib * GIB) if ram_available_gib is not None else max(total - 3 * GIB // 2, total // 2)
         need(0 < free <= total, "ram_available_gib is out of range", found=ram_available_gib,
              needed=f"above 0, and at most ram_gib, {ram_gib:g}")  # fmt: skip
-        card = f"{gpus[0].name}, {gpus[0].total_bytes / GIB:.0f} GiB" if gpus else "no GPU"
+        card = f"{gpus[0].name}, {gpus[0].total_bytes / GIB:.4g} GiB" if gpus else "no GPU"
         return cls(
             name=name or f"{card}; {ram_gib:.4g} GiB RAM; {cores} cores",
             gpus=gpus,
@@ -236,9 +241,9 @@ class Machine:
 def _real(label: str, value: object, zero: bool = False) -> float | None:
     """A size or rate that describes a machine, as a float; None for None."""
     number = real_number(value)
-    good = number is not None and (number > 0 or (zero and number == 0))
-    need(value is None or good, f"{label} must be positive", found=shown(value),
-         needed="a number >= 0" if zero else "a number above 0")  # fmt: skip
+    good = number is not None and (LEAST_REAL <= number <= MOST_REAL or (zero and number == 0))
+    need(value is None or good, f"{label} is out of range", found=shown(value),
+         needed=f"a number in {LEAST_REAL:g}..{MOST_REAL:g}{' or 0' if zero else ''}")  # fmt: skip
     return number
 
 

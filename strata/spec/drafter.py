@@ -85,7 +85,8 @@ class DrafterGuard:
     """
 
     def __init__(self, drafter: Drafter, vocab: int):
-        need(isinstance(drafter, Drafter), "a drafter needs a method propose(tokens, k)", found=type(drafter).__name__,
+        usable = isinstance(drafter, Drafter) and not isinstance(drafter, type)
+        need(usable, "a drafter needs a method propose(tokens, k)", found=type(drafter).__name__,
              advice="See docs/drafting.md.")  # fmt: skip
         self.drafter, self.vocab = drafter, vocab
         self.disabled: str | None = None

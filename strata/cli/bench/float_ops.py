@@ -42,6 +42,7 @@ def command(
     multiply-adds (or instructions like them) at their rate; the rates are measured in the same run, on one core.
     """
     need(threads >= 1, "--threads is out of range", found=threads, needed=">= 1")
+    need(0 < seconds <= 600, "--seconds is out of range", found=seconds, needed="above 0, at most 600")
     need(all(1 <= T <= 8 for T in rows or ()), "--rows is out of range", found=rows, needed="1 to 8")
     rates = Rates.here()
     measured = []

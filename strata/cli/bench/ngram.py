@@ -41,7 +41,7 @@ def command(
     window ahead, as a model does.
     """
     need(0.01 <= gib <= 1024, "--gib is out of range", found=gib, needed="0.01 to 1024")
-    need(seconds > 0, "--seconds is out of range", found=seconds, needed="above 0")
+    need(0 < seconds <= 600, "--seconds is out of range", found=seconds, needed="above 0, at most 600")
     in_flight, sizes = _numbers("--depths", depths), _numbers("--rows", rows)
     from strata.pack.ngram_speed import measure, write_table
 
