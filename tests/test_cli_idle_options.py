@@ -10,6 +10,9 @@ CASES = [
     (["run", "Hi", "--check", "-n", "5"], "--max-tokens does nothing with --check"),
     (["run", "Hi", "--check", "--ignore-eos"], "--ignore-eos does nothing with --check"),
     (["run", "Hi", "--check", "--slots", "4"], "--slots does nothing with --check"),
+    (["run", "Hi", "--top-logprobs", "3"], "--top-logprobs does nothing without --json"),
+    (["run", "Hi", "--logprobs"], "--logprobs does nothing without --json"),
+    (["plan", "--draft-vocabulary", "500"], "--draft-vocabulary does nothing with --draft off"),
     (["bench", "prefill", "--made", "Q4_K/IQ4_NL", "--device", "cuda:1"], "--device does nothing with --made"),
     (["bench", "prefill", "--made", "Q4_K/IQ4_NL", "-m", "x.gguf"], "--model does nothing with --made"),
     (["bench", "prefill", "--position", "0"], "--position does nothing without --made"),
@@ -30,3 +33,10 @@ CASES = [
 def test_an_option_that_does_nothing_is_named(words, told):
     done = CliRunner().invoke(app, words)
     assert (done.exit_code, told in done.stderr) == (USAGE, True), done.stderr
+
+
+def test_statistics_are_told_to_a_pipe_too():
+    """What was asked for is no remark that only somebody who watches gets."""
+    done = CliRunner().invoke(app, ["run", "Hi", "-n", "1", "--stats", "--device", "cpu"])
+    assert done.exit_code == 0, done.stderr
+    assert "experts are not shared: one device holds them all" in done.stderr

@@ -337,6 +337,9 @@ def test_visible_devices_are_respected(monkeypatch):
     assert machine._visible(two) == ()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert machine._visible(two) == ()
+    for odd in ("--3", "²", "1_0"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", odd)
+        assert machine._visible(two) == two, "no number"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert machine._visible(two) == two
 

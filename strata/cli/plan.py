@@ -20,6 +20,7 @@ USAGE, REFUSED = 2, 1
 
 
 def command(
+    ctx: typer.Context,
     given: flags.ModelFile = None,
     gpu: Annotated[str | None, typer.Option(help='Plan for a known card, as "RTX 5070".')] = None,
     vram_gib: Annotated[float | None, typer.Option(help="Plan for a card with this much memory.")] = None,
@@ -87,6 +88,8 @@ def command(
         "cpu_tier": cpu_tier,
     }
     try:
+        if draft in ("off", "lookup"):
+            flags.refuse_idle(ctx, {"draft_vocabulary"}, f"with --draft {draft}")
         file = find_model(given, "the argument")
         asked = flags.slots(slots)
         plan = plan_file(file, machine=_machine(file, described), measure=measure, slots=asked, **options)

@@ -57,6 +57,8 @@ def command(
     if check:
         idle = {*flags.ANSWER, *flags.LOAD_AND_DRAFT, "ignore_eos", "logprobs", "top_logprobs"} - CHECKED
         flags.refuse_idle(ctx, idle, "with --check")
+    elif not json_:
+        flags.refuse_idle(ctx, {"logprobs", "top_logprobs"}, "without --json")
     text = sys.stdin.read() if prompt == "-" else prompt
     if check:
         _check(model, text, load["context"], load["kv"], load["threads"], load["device"], json_)
@@ -74,7 +76,7 @@ def command(
             note(summary(result))
         if stats and not json_:
             none = ["experts are not shared: one device holds them all"]
-            note("\n".join(expert_lines(counters) if counters else none))
+            typer.echo("\n".join(expert_lines(counters) if counters else none), err=True)
     if interrupted:
         raise typer.Exit(INTERRUPTED)
 

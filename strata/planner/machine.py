@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -296,7 +297,7 @@ def _visible(gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
         return gpus
     chosen = []
     for word in text.split(","):
-        if not word.strip().lstrip("-").isdigit():
+        if not re.fullmatch("-?[0-9]+", word.strip()):
             return gpus if text.strip() else ()
         index = int(word)
         if index < 0 or index >= len(gpus):
