@@ -11,7 +11,7 @@ from strata.gpu import head_rows
 from strata.gpu.device import Device
 from strata.gpu.launch import Launch
 from strata.gpu.mailbox import outbox
-from strata.gpu.memory import HEAD_AREA, TILES_OR_LANES, Memory
+from strata.gpu.memory import HEAD_AREA, Memory
 
 NO_TOKENS = np.empty(0, np.int32)
 SCRATCH = ("tops", "lanes", "modified", "counts", "history", "rows", "bias ids", "bias")
@@ -19,7 +19,7 @@ SCRATCH = ("tops", "lanes", "modified", "counts", "history", "rows", "bias ids",
 
 def place(name: str) -> str:
     """Name of a head's scratch in `Memory`."""
-    return TILES_OR_LANES if name == "lanes" else f"head.{name}"
+    return f"head.{name}"
 
 
 class Head:

@@ -33,10 +33,6 @@ OUTBOX_BYTES = 8960
 """The error word (8 bytes), a chain of drafts and the two areas."""
 
 
-TILES_OR_LANES = "tiles or lanes"
-"""Scratch that the tiles of attention and the partial sums of a head share: a head runs when attention is over."""
-
-
 def aligned(n_bytes: int) -> int:
     return -(-n_bytes // ALIGN) * ALIGN
 

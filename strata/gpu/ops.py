@@ -15,7 +15,6 @@ from strata.gpu.experts_op import begins_routing, lower_experts, multiply
 from strata.gpu.float_gemv import FloatMatrix, float_gemv
 from strata.gpu.gemv.mixed import KINDS, MOST_MATRICES, Part, mixed
 from strata.gpu.lower import Lowering
-from strata.gpu.memory import TILES_OR_LANES
 from strata.gpu.qsa_append import KvSlots
 from strata.gpu.weights import Matrix
 
@@ -210,7 +209,7 @@ def _qsa_attend(c: Lowering, op: Op) -> None:
     k = op.consts
     c.join()
     size = qsa_attend.part_bytes(c.T, k["H"], k["dh"], c.context, k["block"], k["budget"])
-    parts = c.scratch(TILES_OR_LANES, size)
+    parts = c.scratch("qsa.tiles", size)
     y, width = op.buffers["y"], k["H"] * k["dh"]
     groups = sorted(g for g in c.groups_of(y, width) - {0} if k["dh"] % g == 0) if c.fuse else []
     quantised = tuple(c.place_activations(y, width, g, c.T) for g in groups)

@@ -132,16 +132,16 @@ def attention_shapes(programs: Iterable[Program]) -> frozenset[tuple[int, int, i
 
 
 def context_bytes(g: Geometry, shapes: frozenset[tuple[int, int, int, int, int]], context: int) -> int:
-    """Scratch that may grow with the context: scores of every block, partial results of attention tiles, whose place
-    is also that of a head's partial sums, and the tokens that penalties count. shapes: see `attention_shapes`."""
+    """Scratch that may grow with the context: scores of every block, partial results of attention tiles, a
+    head's partial sums, and the tokens that penalties count. shapes: see `attention_shapes`."""
     scores = aligned(WINDOW_ROWS * (context // g.block_cells) * 4) if g.block_cells and g.qsa_layers else 0
-    parts = aligned(8 * WINDOW_ROWS * SUM_LANES)
+    sums, parts = aligned(8 * WINDOW_ROWS * SUM_LANES), 0
     for rows, heads, size, block, budget in shapes:
         # Lists of blocks and the last cells have the room of the longest list in every context.
         cells = budget * block + block - 1 if block else budget or context
         tiles = -(-cells // ATTENTION_TILE)
         parts = max(parts, aligned(4 * rows * heads * tiles * (size + 2)))
-    return scores + parts + aligned(4 * context) + aligned(4 * WINDOW_ROWS)
+    return scores + parts + sums + aligned(4 * context) + aligned(4 * WINDOW_ROWS)
 
 
 def logits_bytes(V: int) -> int:
