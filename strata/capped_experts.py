@@ -129,13 +129,13 @@ def measure(
     busy    also beside a Python thread that computes
     so_far  gets what is measured, whenever there is more of it
     """
-    need(0 < fraction < 1, "fraction of the experts", found=fraction, needed="above 0, below 1")
+    need(0 < fraction < 1, "the fraction of the experts is out of range", found=fraction, needed="above 0, below 1")
     need(tokens >= 2 and learnt >= 1, "tokens to replay are too few", found=(tokens, learnt), needed=">= 2 and >= 1")
     options = {"context": context, "threads": threads, "prefill": "windows", "checkpoints": 0, "experts": "pinned",
                "device": device, "pcie_share": share}  # fmt: skip
     steps, step = 7 + (len(INTERVALS) + 1) * busy, iter(range(1, 100))
     L, E, K = sizes(path)
-    with load(path, slots=round(fraction * E) * L, **options) as model:
+    with load(path, slots=slots_of(fraction, E) * L, **options) as model:
         o = orchestrator_of(model)
         found = CappedSpeed(
             o.device.name, o.pool.threads, L, E, sum(o.slots.counts), o.layout.total_bytes / (L * E), o.hybrid.share,
@@ -183,6 +183,13 @@ def sizes(path: str | Path) -> tuple[int, int, int]:
     with GgufFile(path) as gguf:
         g = architecture_of(gguf).read_geometry(gguf)
     return g.L, g.E, g.K
+
+
+def slots_of(fraction: float, E: int) -> int:
+    """Slots of a layer for this part of its experts. BadArgument unless some experts have one, and some have none."""
+    n = round(fraction * E)
+    need(0 < n < E, "the fraction of the experts leaves no choice", found=f"{n} of {E}", needed=f"1 to {E - 1}")
+    return n
 
 
 def fill(o: Orchestrator, counts: np.ndarray, rules: SwapRules | None) -> None:

@@ -26,6 +26,7 @@ from strata.cpu.backend import CpuBackend
 from strata.gpu.backend import GpuBackend
 from strata.gpu.device import Device, required_device
 from strata.gpu.state import DeviceState
+from strata.options import token_ids
 from strata.pack.experts import expert_layout
 from strata.pack.gguf_file import GgufFile
 from strata.pack.tensors import Tensors
@@ -237,15 +238,14 @@ def check(
     device = device or required_device("a check of a GPU against the CPU", index)
     try:
         with GgufFile(path) as gguf:
-            tokens = _tokens(gguf, prompt)
-            cells = len(tokens) + CONTEXT_RESERVE + 1
-            need(context is None or context >= cells, "the prompt is longer than the context", found=context,
-                 needed=f">= {cells}")  # fmt: skip
             arch = architecture_of(gguf)
             g = arch.read_geometry(gguf)
             arch.check_contract(gguf, g)
-            known = bool(((tokens >= 0) & (tokens < g.V)).all())
-            need(known, "a token is outside the vocabulary", needed=f"0 .. {g.V - 1}")
+            text = isinstance(prompt, str)
+            tokens = token_ids(Tokenizer.from_metadata(gguf.metadata).encode(prompt) if text else prompt, g.V)
+            cells = len(tokens) + CONTEXT_RESERVE + 1
+            need(context is None or context >= cells, "the prompt is longer than the context", found=context,
+                 needed=f">= {cells}")  # fmt: skip
             programs = arch.build_programs(g, -(-(context or cells) // CELL_ROWS) * CELL_ROWS, kv)
             parts = (Tensors(gguf), g, expert_layout(gguf, g.L), programs)
             with listening(loading), second_process(cpu=True):  # both backends compile, one after the other
@@ -258,11 +258,3 @@ def check(
                 cpu.close()
     finally:
         device.close()
-
-
-def _tokens(gguf: GgufFile, prompt: str | Sequence[int] | np.ndarray) -> np.ndarray:
-    if isinstance(prompt, str):
-        prompt = Tokenizer.from_metadata(gguf.metadata).encode(prompt)
-    tokens = np.asarray(prompt, np.int32).reshape(-1)
-    need(len(tokens) > 0, "there is no prompt to check with", needed="one token or more")
-    return tokens

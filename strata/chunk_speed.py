@@ -296,7 +296,8 @@ def measure_chunks(
     BadArgument for rows or places that the backend does not have.
     """
     chunks, g, device = backend._chunks, backend.geometry, backend.device
-    need(chunks is not None and chunks.stream is not None, "chunks to measure", needed="a backend of open_chunks")
+    need(chunks is not None and chunks.stream is not None, "chunks to measure", found="none that stream",
+         needed="a backend of open_chunks")  # fmt: skip
     need(tuple(p for p in PLACES if p in places) == tuple(places), "places of experts", found=tuple(places),
          needed=" then ".join(PLACES))  # fmt: skip
     need(repeats >= 1 and max(rows) <= min(chunks.most_rows, len(ids)), "rows of a chunk", found=tuple(rows),
@@ -312,7 +313,7 @@ def measure_chunks(
                 for e in np.flatnonzero(slots.resident(layer)).tolist():
                     slots.evict(layer, e)
         need(where != "resident" or all(slots.resident(l).all() for l in range(g.L)), "experts on the device",
-             needed="all of them")  # fmt: skip
+             found="a part of them", needed="all")  # fmt: skip
         with _replayed(backend, chunks, ids, stream if where != "resident" else None):
             for T in rows:
                 runs = [_run(backend, chunks, tokens[:T], position) for _ in range(1 + repeats)][1:]

@@ -120,7 +120,8 @@ def measure(
     on_progress  called with settings measured and settings in all
     """
     need(1 <= rows <= WINDOW_ROWS, "rows of a window", found=rows, needed=f"1 .. {WINDOW_ROWS}")
-    need(windows >= 2 and all(0 <= s <= 1 for s in shares), "windows or shares", found=(windows, tuple(shares)))
+    need(windows >= 2 and all(0 <= s <= 1 for s in shares), "windows or shares", found=(windows, tuple(shares)),
+         needed=">= 2 and 0..1")  # fmt: skip
     total, done, load_s = 2 * len(shares) + 2, 0, []
     options = {"context": context, "threads": threads, "prefill": "windows", "checkpoints": 0, "experts": experts,
                "device": device, "pcie_share": 0.5}  # fmt: skip
@@ -136,6 +137,8 @@ def measure(
     with load(path, slots=0, **options) as model:
         load_s.append(model.load_seconds)
         g, o = model.geometry, orchestrator_of(model)
+        half = g.E // 2
+        need(half >= g.K, "too few experts to hold half of them", found=g.E, needed=f">= {2 * g.K}")
         each, memory = o.layout.total_bytes / (g.L * g.E), memory_rates(o.device, o.pool.threads)
         facts = (o.device.name, o.pool.threads, g.L, each, memory)
         alone.ram = each / memory.most_gbps / 1e3
@@ -144,8 +147,6 @@ def measure(
             runs.append(_run(model, table, "no slots", 0, share, rows, windows))
             alone.learn(runs[-1])
             step()
-    half = g.E // 2
-    need(half >= g.K, "experts a layer", found=g.E, needed=f">= {2 * g.K}")
     with load(path, slots=half * g.L, **options) as model:
         load_s.append(model.load_seconds)
         resident = uniform_ids(REPLAYED_TOKENS, g.L, half, g.K, seed)

@@ -164,7 +164,7 @@ class Layer:
     def pass_over(self) -> None:
         """The layer once for each set of experts, one behind the other as the layers of a model."""
         failed = self._layers.run()
-        need(failed < 0, "the layer of the bench stopped", found=self._error.tolist())
+        need(failed < 0, "the layer of the bench stopped", found=self._error.tolist(), needed="no error")
 
     def core_seconds(self) -> float:
         began = time.thread_time()

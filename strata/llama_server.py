@@ -19,7 +19,8 @@ def xllamacpp() -> Any:
     try:
         return importlib.import_module("xllamacpp")
     except ImportError as error:
-        raise BadArgument("xllamacpp is not installed", advice='Install it: pip install "strata[bench]".') from error
+        raise BadArgument("llama.cpp is not there", found=str(error), needed="the package xllamacpp",
+                          advice='Install it: pip install "strata[bench]".') from error  # fmt: skip
 
 
 class LlamaServer:

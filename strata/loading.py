@@ -19,7 +19,8 @@ from strata.base.plan import Plan
 from strata.base.program import ProgramSet
 from strata.cpu.backend import CpuBackend
 from strata.gpu.backend import GpuBackend
-from strata.gpu.device import CupyDevice, Device, cuda_problem
+from strata.gpu.device import CupyDevice, Device
+from strata.gpu.presence import cuda_problem
 from strata.pack.experts import ExpertLayout, expert_layout
 from strata.pack.gguf_file import GgufFile
 from strata.pack.mtp_files import DraftLayer, read_draft
@@ -93,7 +94,7 @@ class LoadOptions:
                             ("experts", EXPERT_MODES)):  # fmt: skip
             check_name(name, getattr(self, name), names)
         check_device_name(self.device)
-        for name, least in (("sessions", 1), ("context", 1), ("threads", 1), ("checkpoints", 0)):
+        for name, least in (("sessions", 1), ("context", LEAST_CONTEXT), ("threads", 1), ("checkpoints", 0)):
             check_whole(name, getattr(self, name), least, optional=name in ("context", "threads"))
         some = whole_number(self.slots)
         named = self.slots is None or one_of(self.slots, ("all",))
@@ -104,8 +105,6 @@ class LoadOptions:
         need(not one_of(self.profile, ("",)), "profile is empty", found="''", needed="a path, or None")
         known = self.profile is None or isinstance(self.profile, str | Path | ExpertProfile)
         need(known, "profile is unusable", found=shown(self.profile), needed="a path or an ExpertProfile")
-        small = self.context is not None and self.context < LEAST_CONTEXT
-        need(not small, "the context is too small", found=self.context, needed=f">= {LEAST_CONTEXT}")
         need(not one_of(self.draft, ("",)), "draft is empty", found="''", needed='a path, or "off" for none')
         proposes = callable(getattr(self.draft, "propose", None)) and not isinstance(self.draft, type)
         need(

@@ -83,7 +83,8 @@ def memory_rates(
     PIECE_BYTES, and PIECE_BYTES of the device's.
     """
     need(threads >= 1 and n_bytes >= 8 * threads and link_bytes > 0 and link_bytes % PIECE_BYTES == 0,
-         "what to read is out of range", found=(threads, n_bytes, link_bytes))  # fmt: skip
+         "what to read is out of range", found=(threads, n_bytes, link_bytes),
+         needed=f"threads, 8 bytes for each, whole pieces of {PIECE_BYTES}")  # fmt: skip
     source, target = device.host(link_bytes), device.alloc(PIECE_BYTES)
     source[:] = 1
     stream = COPY_STREAMS[0]

@@ -18,13 +18,13 @@ import numpy as np
 from strata.arch import architecture_of
 from strata.base.errors import Closed, DoesNotFit, ModelError, need
 from strata.base.geometry import Geometry
-from strata.base.numbers import shown
+from strata.base.numbers import shown, whole_number
 from strata.base.plan import Mismatch, Plan
 from strata.base.process import OwnProcess
 from strata.base.program import Allocation
 from strata.base.progress import COMPILING, LoadProgress, listening, report
 from strata.loading import LoadOptions, find_draft_layer, load_draft_layer, make_backend, plan_load
-from strata.options import refuse_unknown
+from strata.options import refuse_unknown, token_ids, truth
 from strata.pack.fingerprint import fingerprint
 from strata.pack.gguf_file import GgufFile
 from strata.records import ChatResult, Result
@@ -141,7 +141,7 @@ class Model:
         arch.check_contract(gguf, self.geometry)
         self.tokenizer = Tokenizer.from_metadata(gguf.metadata)
         if self.tokenizer.vocab_size < self.geometry.V:
-            raise ModelError("the tokenizer has no text for some tokens of the head", found=self.tokenizer.vocab_size,
+            raise ModelError(f"{gguf.path.name}: the head has tokens without a text", found=self.tokenizer.vocab_size,
                              needed=self.geometry.V, advice="Use a GGUF made with its own tokenizer.")  # fmt: skip
         self._template: ChatTemplate | None = None
         self.turn_token = self.tokenizer.token_id("<|im_start|>")
@@ -210,7 +210,7 @@ class Model:
 
     def session(self) -> Session:
         """A new, empty conversation. DoesNotFit when all sessions allocated at load are in use."""
-        self._need_open()
+        self.need_open()
         with self._pool_lock:
             if not self._free:
                 raise DoesNotFit(
@@ -243,7 +243,7 @@ class Model:
         try:
             with self._turn, self._backend.current():
                 self._waiting.discard(me)
-                self._need_open()
+                self.need_open()
                 yield
         finally:
             self._waiting.discard(me)
@@ -296,14 +296,14 @@ class Model:
     def tokenize(self, text: str, special: bool = True) -> np.ndarray:
         """(n,) int32 ids; with special=False control tokens in the text are ordinary text."""
         need(isinstance(text, str), "tokenize takes text", found=type(text).__name__, needed="str")
-        return self.tokenizer.encode(text, special)
+        return self.tokenizer.encode(text, truth("special", special))
 
     def detokenize(self, tokens: Sequence[int] | np.ndarray, skip_special: bool = False) -> str:
         """The text of token ids."""
         many = isinstance(tokens, Sequence | np.ndarray) and not isinstance(tokens, str | bytes)
-        whole = many and all(isinstance(t, int | np.integer) for t in tokens)
+        whole = many and all(whole_number(t) is not None for t in tokens)
         need(whole, "detokenize takes token ids", found=type(tokens).__name__, needed="integers")
-        return self.tokenizer.decode(tokens, skip_special)
+        return self.tokenizer.decode(tokens, truth("skip_special", skip_special))
 
     # ---- scores
 
@@ -316,8 +316,6 @@ class Model:
 
     def score(self, tokens: Prompt, prefill: str | None = None) -> Score:
         """How well the model predicts tokens[1:] (or a text's tokens), read from an empty state."""
-        from strata.options import token_ids
-
         ids = token_ids(self.tokenize(tokens) if isinstance(tokens, str) else tokens, self.geometry.V, "token list")
         need(len(ids) >= 2, "a score needs a token to predict", found=f"{len(ids)} tokens", needed=">= 2")
         return score_tokens(ids, lambda sink: self._default.read_logits(ids, sink, prefill))
@@ -330,7 +328,7 @@ class Model:
 
     def stats(self) -> dict[str, Any]:
         """Facts about the model and counters of the backend, as plain numbers and strings."""
-        self._need_open()
+        self.need_open()
         b, compared = self._backend, self.plan.compared(self.taken)
         return {
             "architecture": self.geometry.architecture,
@@ -368,10 +366,12 @@ class Model:
     def closed(self) -> bool:
         return self._closed
 
-    def _need_open(self) -> None:
+    def need_open(self) -> None:
+        """Closed if it is, StrataError in another process."""
         self.need_here()
         if self._closed:
-            raise Closed("the model was closed", advice="Load it again.")
+            raise Closed("the model was closed", found=self._gguf.path.name, needed="an open one",
+                         advice="Load it again.")  # fmt: skip
 
     def close(self) -> None:
         """End every session after the running piece of work, stop the threads, unmap the file. Does nothing in a forked
@@ -385,8 +385,8 @@ class Model:
             session.close()
         with self._turn:
             if closing:
-                self._backend.close()
-                self._gguf.close()
+                with contextlib.closing(self._gguf):
+                    self._backend.close()
                 # What refers back would keep memory and mappings until the garbage collector comes.
                 with self._pool_lock:
                     self._own = None

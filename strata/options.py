@@ -74,8 +74,7 @@ def generate_options(options: Mapping[str, Any], vocab: int, where: str = "gener
     for text in strings:
         need(isinstance(text, str) and text != "", "stop holds something else than strings", found=shown(text),
              needed="one non-empty string or several")  # fmt: skip
-    for name, value in (("ignore_eos", ignore_eos), ("wait", wait), ("drafts", drafts)):
-        need(truth_value(value) is not None, f"{name} is no truth value", found=shown(value), needed="True or False")
+    ignore_eos, wait, drafts = truth("ignore_eos", ignore_eos), truth("wait", wait), truth("drafts", drafts)
     if named.get("logit_bias") is None:
         named.pop("logit_bias", None)
     if whole_number(named.get("top_logprobs")):
@@ -84,7 +83,14 @@ def generate_options(options: Mapping[str, Any], vocab: int, where: str = "gener
          needed='"exact" or "rejection"')  # fmt: skip
     params = SamplingParams(**named)
     params.validate(vocab)
-    return GenerateOptions(params.seeded(), most, strings, bool(ignore_eos), bool(wait), bool(drafts), str(acceptance))
+    return GenerateOptions(params.seeded(), most, strings, ignore_eos, wait, drafts, str(acceptance))
+
+
+def truth(name: str, value: object) -> bool:
+    """The bool that an argument is, numpy's included. BadArgument for everything else."""
+    found = truth_value(value)
+    need(found is not None, f"{name} is no truth value", found=shown(value), needed="True or False")
+    return bool(found)
 
 
 def token_ids(tokens: Sequence[int] | np.ndarray, vocab: int, what: str = "prompt") -> np.ndarray:

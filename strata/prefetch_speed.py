@@ -83,7 +83,7 @@ def in_turns(timed: dict[str, Callable[[], float]], n_bytes: int, rounds: int) -
 
 def _tables(format: BlockFormat, tier: int, R: int, prefetches: Sequence[Prefetch]) -> dict[str, np.ndarray]:
     """Copies of a format's kernel table by the text of a prefetch; only the kernel for R activation rows differs."""
-    need(1 <= R <= MOST_ROWS, "prefetches are compared in kernels of 1 to 4 rows", found=R)
+    need(1 <= R <= MOST_ROWS, "prefetches are compared in kernels of few rows", found=R, needed=f"1 to {MOST_ROWS}")
     own = kernels_of(format, tier)
     tables = {OWN: own.copy(), AGAIN: own.copy()}
     for prefetch in prefetches:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from strata.base.errors import BadArgument, Busy, Closed, need
-from strata.base.numbers import shown
-from strata.options import generate_options, token_ids
+from strata.base.errors import Busy, Closed, need
+from strata.base.numbers import one_of, shown
+from strata.options import generate_options, token_ids, truth
 from strata.records import ChatResult, Result
 from strata.runtime.checkpoints import Checkpoint
 from strata.runtime.generate import Generation
@@ -76,8 +76,11 @@ class Session:
         thinking: True, False or None (the template's default). Returns a ChatResult, or a ChatStream with stream=True.
         """
         self._need_open()
+        piecewise = truth("stream", stream)
+        text = reasoning_effort is None or isinstance(reasoning_effort, str)
+        need(text, "reasoning_effort is no text", found=shown(reasoning_effort), needed='None, or a text as "low"')
         named = isinstance(template_variables, Mapping) and all(isinstance(name, str) for name in template_variables)
-        need(template_variables is None or named, "template_variables is no mapping", found=repr(template_variables),
+        need(template_variables is None or named, "template_variables is no mapping", found=shown(template_variables),
              needed="names and values")  # fmt: skip
         extra = template_variables or {}
         prompt = self._model.template.render(messages, tools, thinking, reasoning_effort, extra=extra)
@@ -86,7 +89,7 @@ class Session:
         starts = [] if turn is None else np.flatnonzero(ids == turn).tolist()
         make = lambda *a, **k: ChatStream(*a, thinking=opens_thinking(prompt), tools=tools, **k)  # noqa: E731
         answer = self._start(ids, options, "chat", starts[-1:], make, on_progress)
-        return answer if stream else answer.run()
+        return answer if piecewise else answer.run()
 
     def _start(self, prompt, options, where, turn_starts, make, on_progress) -> Any:
         model = self._model
@@ -114,11 +117,11 @@ class Session:
         """Become the session's only caller."""
         self._need_open()
         if wait and self._lock.locked() and self._owner == threading.get_ident():
-            raise Busy("this thread is reading an answer of the session", advice="Finish or close that stream first.")
+            raise Busy("this thread is reading an answer of the session", found="an open stream",
+                       needed="a free one", advice="Finish or close that stream first.")  # fmt: skip
         if not self._lock.acquire(blocking=wait):
-            raise Busy(
-                "the session is answering another call", advice="Wait for it, pass wait=True, or use another session."
-            )
+            raise Busy("the session is answering another call", found="a call under way, or an open stream",
+                       needed="a free one", advice="Wait for it, pass wait=True, or use another session.")  # fmt: skip
         self._owner = threading.get_ident()
         if self._closed:
             self._leave()
@@ -132,11 +135,10 @@ class Session:
             self._lock.release()
 
     def _need_open(self) -> None:
-        self._model.need_here()
-        if self._model.closed:
-            raise Closed("the model was closed", advice="Load it again.")
+        self._model.need_open()
         if self._closed:
-            raise Closed("the session was closed", advice="Use model.session() for a new one.")
+            raise Closed("the session was closed", found="a closed session", needed="an open one",
+                         advice="Use model.session() for a new one.")  # fmt: skip
 
     # ---- scores
 
@@ -158,9 +160,10 @@ class Session:
         """
         from strata.runtime.generate import score
 
-        if prefill not in (None, "auto", "windows"):
-            raise BadArgument("prefill", found=repr(prefill), needed='None, "auto" or "windows"')
-        need(len(ids) <= self.context, "more tokens than the context", found=len(ids), needed=f"<= {self.context}")
+        need(prefill is None or one_of(prefill, ("auto", "windows")), "prefill is unknown", found=shown(prefill),
+             needed='None, "auto" or "windows"')  # fmt: skip
+        need(len(ids) <= self.context, "more tokens than the context", found=len(ids), needed=f"<= {self.context}",
+             advice="Load with a larger context=.")  # fmt: skip
         windows_only = self._model.windows_only if prefill is None else prefill == "windows"
         self._take(wait=False)
         try:
@@ -178,7 +181,8 @@ class Session:
 
     @property
     def tokens(self) -> np.ndarray:
-        """A copy of the tokens the session holds now."""
+        """A copy of the tokens the session holds now; Closed behind its end, when its memory may be another's."""
+        self._need_open()
         return self._state.tokens.copy()
 
     def checkpoint(self) -> Checkpoint:
@@ -241,7 +245,8 @@ class Session:
         self._closed = True
         stream = self._stream() if self._stream is not None else None
         if stream is not None:
-            stream.abort(Closed("the session was closed while it answered", advice="Use a new session."))
+            stream.abort(Closed("the session was closed while it answered", found="a closed session",
+                                needed="an open one", advice="Use a new session."))  # fmt: skip
         if self._lock.acquire(blocking=False):
             self._leave()
 

@@ -8,8 +8,10 @@ So embeddings are large beside what layers add, weights have mean 0, and a bench
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,6 +33,10 @@ from strata.text_vocabulary import byte_vocabulary
 VOCABULARY = 248_320
 MULTIPLIERS = (23703573157769, 20109073645365, 8052911324071)
 """Of the n-gram hash."""
+
+MOST_LAYERS, MOST_SEED = 1024, (1 << 64) - 1
+ROUTED = 10
+"""Experts of a row."""
 
 EMBEDDING_STD = 8.0
 ROUTER_GAIN = 4.0
@@ -74,13 +80,15 @@ class SynthSpec:
     distinct_pieces: int = 0
 
     def __post_init__(self) -> None:
-        need(1 <= self.layers <= 1024, "layers is out of range", found=self.layers, needed="1 to 1024")
-        need(10 <= self.experts <= 4096, "experts is out of range", found=self.experts, needed="10 to 4096")
+        need(1 <= self.layers <= MOST_LAYERS, "layers is out of range", found=self.layers, needed=f"1 to {MOST_LAYERS}")
+        need(0 <= self.seed <= MOST_SEED, "seed is out of range", found=self.seed, needed=f"0 to {MOST_SEED}")
+        need(ROUTED <= self.experts <= 4096, "experts is out of range", found=self.experts, needed=f"{ROUTED} to 4096")
         need(600 <= self.vocabulary <= 1 << 20, "vocabulary is out of range", found=self.vocabulary,
              needed="600 to 1048576")  # fmt: skip
         for kind, width in ((self.gate_up, 2560), (self.down, 640)):
             by_name(kind).row_bytes(width)
-            need(by_name(kind).activation != "none", f"{kind} matrices have no products")
+            need(by_name(kind).activation != "none", f"{kind} matrices have no products", found=kind,
+                 needed="a type that products take")  # fmt: skip
 
     @staticmethod
     def of_types(text: str, **others: Any) -> SynthSpec:
@@ -89,6 +97,11 @@ class SynthSpec:
         if not down:
             raise BadArgument("types of the experts cannot be read", found=repr(text), needed="GATE_UP/DOWN")
         return SynthSpec(gate_up=gate_up, down=down, **others)
+
+    def need_replayable(self) -> None:
+        """BadArgument if it has too few experts for replayed routing (`strata.replay`)."""
+        need(self.experts >= 2 * ROUTED, "too few experts to replay routing", found=self.experts,
+             needed=f">= {2 * ROUTED}")  # fmt: skip
 
     @property
     def name(self) -> str:
@@ -123,7 +136,7 @@ def geometry_of(spec: SynthSpec) -> Geometry:
         rope_base=1e7, indexer_heads=4, indexer_dim=128, budget_cells=2048 if "qsa" in kinds else 0,
         block_cells=4 if "qsa" in kinds else 0,
         gdn_key_heads=16, gdn_value_heads=48, gdn_key_dim=128, gdn_value_dim=128, gdn_conv_taps=4,
-        E=spec.experts, K=10, F=640, shared_width=640, router_scale=1.0, ngram=ngram if spec.layers > 1 else None,
+        E=spec.experts, K=ROUTED, F=640, shared_width=640, router_scale=1.0, ngram=ngram if spec.layers > 1 else None,
     )  # fmt: skip
 
 
@@ -269,23 +282,26 @@ def write_model(folder: str | Path, spec: SynthSpec, on_progress: Callable[[int,
     """
     folder = Path(folder)
     path = folder / f"{spec.name}.gguf"
-    part = path.with_suffix(".part")
+    part = path.with_suffix(f".{os.getpid()}.part")  # nobody else writes it
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            raise FileError(f"'{path}' is there already", advice="Use it, or remove it.")
+            raise FileError(f"'{path}' is there already", found=f"{path.stat().st_size:,} bytes",
+                            needed="a folder without it", advice="Use it, or remove it.")  # fmt: skip
         with part.open("x+b") as file:
             _make(file.fileno(), spec, on_progress)
         part.rename(path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        if error.errno == 28:
-            needed = f"{model_bytes(spec) / 1e9:.1f} GB"
-            raise DoesNotFit(f"the disk of '{folder}' is too small", needed=needed) from error
-        raise FileError(f"'{path}' cannot be written", found=error.strerror or str(error)) from error
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # what went wrong first is what counts
+            part.unlink()
+        if not isinstance(error, OSError):
+            raise
+        if error.errno == errno.ENOSPC:
+            raise DoesNotFit(f"the disk of '{folder}' is too small", found=error.strerror,
+                             needed=f"{model_bytes(spec) / 1e9:.1f} GB",
+                             advice="Make fewer layers or experts, or give another folder.") from error  # fmt: skip
+        raise FileError(f"'{path}' cannot be written", found=error.strerror or str(error),
+                        needed="a folder that can be written", advice="Give another folder.") from error  # fmt: skip
     return path
 
 
@@ -296,6 +312,7 @@ def model_bytes(spec: SynthSpec) -> int:
 
 MOST_OF_MEMORY = 0.9
 """Of what is free, that a model may take."""
+INSTEAD = "Make fewer layers or experts, or write the model to a folder."
 
 
 @contextlib.contextmanager
@@ -309,18 +326,19 @@ def memory_model(
     DoesNotFit, before anything is made, if that much memory is not free: the system would end some process for it.
     """
     if not hasattr(os, "memfd_create"):
-        raise BadArgument("models in memory need Linux", advice="Write the model to a folder.")
+        raise BadArgument("models in memory need Linux", found=sys.platform, needed="linux",
+                          advice="Write the model to a folder.")  # fmt: skip
     needed, free = model_bytes(spec), Machine.here().ram_available_bytes
     if needed > MOST_OF_MEMORY * free:
         raise DoesNotFit("the model does not fit into memory", found=f"{free / 1e9:.1f} GB free",
-                         needed=f"{needed / 1e9 / MOST_OF_MEMORY:.1f} GB",
-                         advice="Make fewer layers or experts, or write the model to a folder.")  # fmt: skip
+                         needed=f"{needed / 1e9 / MOST_OF_MEMORY:.1f} GB", advice=INSTEAD)  # fmt: skip
     fd = os.memfd_create(spec.name)
     try:
         try:
             _make(fd, spec, on_progress, threads)
         except OSError as error:
-            raise DoesNotFit("the memory is too small", needed=f"{model_bytes(spec) / 1e9:.1f} GB") from error
+            raise DoesNotFit("the memory is too small", found=error.strerror or str(error),
+                             needed=f"{needed / 1e9:.1f} GB", advice=INSTEAD) from error  # fmt: skip
         yield Path(f"/proc/{os.getpid()}/fd/{fd}")
     finally:
         os.close(fd)

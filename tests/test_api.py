@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import strata
-from strata.base.errors import BadArgument, DoesNotFit, FileError, StrataError
+from strata.base.errors import BadArgument, ContextFull, DoesNotFit, FileError, StrataError
 from tests.tiny_models import TinyModel, small
 
 TOKENS = np.random.default_rng(0).integers(0, 200, 290)
@@ -184,6 +184,11 @@ def test_values_out_of_range(model, options):
     assert len(model.generate(TOKENS[:3], max_tokens=1, ignore_eos=True).tokens) == 1  # and the session is free
 
 
+def test_a_number_too_long_to_be_written(model):
+    with pytest.raises(ContextFull, match="a value of type int max_tokens"):
+        model.generate(TOKENS, max_tokens=10**5000)
+
+
 @pytest.mark.parametrize(
     "prompt",
     [None, b"ab", bytearray(b"ab"), memoryview(b"ab"), 5, 1.5, [1.5], [[1, 2]], [[1, 2], [3]], ["a"], {1: 2},
@@ -281,6 +286,7 @@ def test_chat_answers(tiny_model):
 def test_errors_say_found_needed_advice():
     error = StrataError("it broke", found=3, needed=4, advice="Fix it.")
     assert str(error) == "it broke; found 3; needed 4. Fix it."
+    assert str(StrataError("it broke", found=10**5000)) == "it broke; found a value of type int"  # too long for Python
     for name in strata.__all__:
         assert getattr(strata, name) is not None
 
@@ -389,5 +395,6 @@ def test_template_variables_that_chat_gives_itself_are_refused(tiny_model):
 def test_ids_that_can_be_read_once_are_refused(model):
     with pytest.raises(BadArgument, match="token ids"):
         model.detokenize(t for t in [1, 2])
-    with pytest.raises(BadArgument, match="token ids"):
-        model.detokenize(5)
+    for ids in (5, [True], [1.0], np.zeros((1, 2), int)):
+        with pytest.raises(BadArgument, match="token ids"):
+            model.detokenize(ids)

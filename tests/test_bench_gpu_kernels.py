@@ -185,7 +185,7 @@ def test_what_is_read_by_people(quick):
         (["ops", "--types", "Q4_K"], "does nothing with ops"),
         (["products", "--types", "F32"], "no quantised products"),
         (["products", "--types", "Q9"], "no block format"),
-        (["products", "--tensor-from", "1"], "--tensor-from is too small"),
+        (["products", "--tensor-from", "1"], "--tensor-from is out of range"),
         (["uploads", "--mib", "0"], "--mib is out of range"),
         (["nodes", "--blocks", "x"], "--blocks cannot be read"),
     ],

@@ -105,7 +105,7 @@ def test_experts_by_table(run):
         (["--compare", "nothing"], "names no choice"),
         (["--compare", "all", "--check-early", "2"], "exclude each other"),
         (["--compare", "all", "--card", "RTX 4090"], "does nothing with --compare"),
-        (["--check-early", "0"], "--check-early is too small"),
+        (["--check-early", "0"], "--check-early is out of range"),
         (["--check-early", "1000"], "does not fit the context"),
     ],
 )

@@ -48,4 +48,4 @@ def test_loads(tiny_path: Path, monkeypatch):
 
 def test_no_loads_are_refused():
     done = bench("-r", "0")
-    assert done.exit_code == 2 and "--repeat is too small" in done.stderr
+    assert done.exit_code == 2 and "--repeat is out of range" in done.stderr

@@ -73,7 +73,7 @@ def test_a_made_model_takes_other_experts_for_every_token(monkeypatch):
         (["--made", "Q4_K/IQ4_NL", "-m", "x.gguf"], "--model does nothing with --made"),
         (["--made", "Q4_K"], "types of the experts cannot be read"),
         (["-n", "513"], "--tokens is out of range"),
-        (["-r", "0"], "--repeat is too small"),
+        (["-r", "0"], "--repeat is out of range"),
     ],
 )
 def test_refusals(words, message):

@@ -63,7 +63,7 @@ def test_a_gpu_adds_shares_and_floors(tiny_path, monkeypatch):
 
 
 def test_text_and_windows(tiny_path):
-    args = ["bench", "prefill", "-m", str(tiny_path), "--tokens", "20", "-r", "1", "--ops", "--prefill", "windows"]
+    args = ["bench", "prefill", "-m", str(tiny_path), "--tokens", "20", "-r", "1", "--prefill", "windows"]
     done = RUNNER.invoke(app, [*args, "--device", "cpu", "--threads", "1"])
     assert done.exit_code == 0, done.output
     assert "none: by windows" in done.stdout and "times decode" in done.stdout and "op of" not in done.stdout
@@ -74,7 +74,8 @@ def test_text_and_windows(tiny_path):
     [
         (["--tokens", "12,x"], "--tokens cannot be read"),
         (["--tokens", "0"], "--tokens cannot be read"),
-        (["--repeat", "0"], "--repeat is too small"),
+        (["--tokens", "200", "--ops"], "--ops needs a prompt that fills a chunk"),
+        (["--repeat", "0"], "--repeat is out of range"),
         (["--tokens", "4096", "--context", "4096"], "--context is too small"),
     ],
 )

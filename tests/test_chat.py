@@ -127,7 +127,7 @@ def test_helpers_of_templates():
 
 
 def test_what_a_template_refuses_is_ours():
-    with pytest.raises(TemplateError, match=r"refused the messages: no user\."):
+    with pytest.raises(TemplateError, match=r"refused the messages: no user; found roles .*; needed roles"):
         render("{{ raise_exception('no user.') }}")
     with pytest.raises(TemplateError, match="UndefinedError"):
         render("{{ nothing.at.all }}")
@@ -156,7 +156,7 @@ def test_python_internals_are_undefined_for_templates():
 
 def test_a_file_without_template_is_refused_with_advice():
     for metadata in ({}, {"tokenizer.chat_template": " "}):
-        with pytest.raises(TemplateError, match=r"no chat template; needed tokenizer.chat_template\. Use generate"):
+        with pytest.raises(TemplateError, match=r"; found .*; needed tokenizer.chat_template\. Use generate"):
             ChatTemplate.from_metadata(metadata)
 
 
@@ -170,52 +170,52 @@ def call(**function):
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ("Hi", "messages must be a list; found str"),
+        ("Hi", "messages is unusable; found str; needed a list"),
         ([], "messages must not be empty"),
-        ([*USER, "x"], "messages[1] must be an object; found str"),
-        ([{"content": "x"}], "messages[0].role must be a non-empty string; found None"),
-        ([{"role": 3, "content": "x"}], "messages[0].role must be a non-empty string; found 3"),
+        ([*USER, "x"], "messages[1] is unusable; found str; needed an object"),
+        ([{"content": "x"}], "messages[0].role is unusable; found None; needed a non-empty string"),
+        ([{"role": 3, "content": "x"}], "messages[0].role is unusable; found 3; needed a non-empty string"),
         ([*USER, {"role": "user"}], "messages[1].content is missing"),
         ([{"role": "assistant", "content": None, "tool_calls": []}], "messages[0].content is missing"),
-        ([{"role": "user", "content": 5}], "messages[0].content must be a string or a list of parts; found int"),
-        ([{"role": "user", "content": ["x"]}], "messages[0].content[0] must be an object"),
+        ([{"role": "user", "content": 5}], "messages[0].content is unusable; found int; needed a string or a list"),
+        ([{"role": "user", "content": ["x"]}], "messages[0].content[0] is unusable; found str; needed an object"),
         (
             [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]}],
             "messages[0].content[1].type is not supported; found 'image_url'; needed 'text'",
         ),
-        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text must be a string"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "[0].text is unusable; found NoneType; needed a string"),
         (
             [{"role": "user", "content": "x", "tool_calls": [1]}],
-            "tool_calls belong to the assistant; found role 'user'",
+            "tool_calls belong to the assistant; found role 'user'; needed role 'assistant'",
         ),
-        ([{"role": "assistant", "content": "", "reasoning_content": 1}], "messages[0].reasoning_content must be"),
-        (call(arguments="{}"), "messages[0].tool_calls[0].function.name must be a non-empty string"),
+        ([{"role": "assistant", "content": "", "reasoning_content": 1}], "messages[0].reasoning_content is unusable"),
+        (call(arguments="{}"), "tool_calls[0].function.name is unusable; found None; needed a non-empty string"),
         (call(name="f", arguments="{"), "messages[0].tool_calls[0].function.arguments is not valid JSON"),
-        (call(name="f", arguments="[1]"), "messages[0].tool_calls[0].function.arguments must be an object; found list"),
-        (call(name="f", arguments=None), "messages[0].tool_calls[0].function.arguments must be an object"),
+        (call(name="f", arguments="[1]"), "messages[0].tool_calls[0].function.arguments is unusable; found list"),
+        (call(name="f", arguments=None), "function.arguments is unusable; found NoneType; needed an object"),
     ],
 )
 def test_bad_messages_are_refused_by_index_and_field(template, messages, message):
     with pytest.raises(BadArgument) as error:
         template.render(messages)
-    assert message in str(error.value)
+    assert message in str(error.value) and error.value.found and error.value.needed
 
 
 @pytest.mark.parametrize(
     ("tools", "message"),
     [
-        ({}, "tools must be a list; found dict"),
-        ([1], "tools[0] must be an object"),
+        ({}, "tools is unusable; found dict; needed a list"),
+        ([1], "tools[0] is unusable; found int; needed an object"),
         ([WEATHER, {"type": "mcp"}], "tools[1].type is not supported; found 'mcp'; needed 'function'"),
-        ([{"type": "function"}], "tools[0].function must be an object"),
-        ([{"type": "function", "function": {}}], "tools[0].function.name must be a non-empty string"),
-        ([{"type": "function", "function": {"name": "f", "parameters": []}}], "tools[0].function.parameters must be"),
+        ([{"type": "function"}], "tools[0].function is unusable; found NoneType; needed an object"),
+        ([{"type": "function", "function": {}}], "function.name is unusable; found None; needed a non-empty string"),
+        ([{"type": "function", "function": {"name": "f", "parameters": []}}], "function.parameters is unusable"),
     ],
 )
 def test_bad_tools_are_refused_by_index_and_field(template, tools, message):
     with pytest.raises(BadArgument) as error:
         template.render(USER, tools=tools)
-    assert message in str(error.value)
+    assert message in str(error.value) and error.value.found and error.value.needed
 
 
 # Effort

@@ -244,7 +244,8 @@ def test_refusals(tiny_path, monkeypatch):
     done = CliRunner().invoke(app, ["run", "--check", "--device", "cpu", "--model", str(tiny_path), "def"])
     assert done.exit_code == 2 and "compares a GPU with the CPU" in done.stderr
     for prompt, options, match in (
-        ("", {}, "no prompt"),
+        ("", {}, "prompt is empty"),
+        (["a"], {}, "neither text nor"),
         ([5000], {}, "vocabulary"),
         ([1, 2], {"context": 3}, "longer"),
         ([1], {"kv": "f32"}, "kv"),

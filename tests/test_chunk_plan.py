@@ -13,7 +13,7 @@ from strata.arch.flash_next.program import trunk_program
 from strata.arch.flash_next.programs import build_programs
 from strata.base.errors import BadArgument
 from strata.base.plan import MIB
-from strata.gpu import chunk_plan
+from strata.gpu import chunk_memory, chunk_plan
 from strata.gpu.chunk_lower import ChunkLowering
 from strata.gpu.chunk_memory import Area, lives, place
 from strata.gpu.chunk_plan import CHUNKS, ChunkPrices, arena_of, chunk_problem
@@ -84,6 +84,15 @@ def test_bytes_grow_with_the_rows_and_the_arena_saves_most(bundled):
         assert found[rows].streams == rows * g.CD * 4 and found[rows].staging == 2 * rows * g.ngram.width * 4
     assert found[256].device_bytes < found[512].device_bytes < found[1024].device_bytes
     assert found[1024].arena < 4 * found[256].arena
+
+
+def test_prices_place_nothing_before_a_size_is_asked_for(bundled, monkeypatch):
+    """What programs ask for is enough: their own places are nobody's, and each takes as long as a price."""
+    calls = []
+    monkeypatch.setattr(chunk_memory, "place", lambda *a: calls.append(a) or 0)
+    prices = prices_of(*bundled)
+    monkeypatch.undo()
+    assert not calls and prices.of(256).arena > 0
 
 
 @pytest.mark.parametrize(

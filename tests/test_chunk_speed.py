@@ -94,7 +94,7 @@ def test_experts_in_memory_that_is_not_pinned(tiny_path, monkeypatch):
         (["--made", "Q4_K/IQ4_NL", "--chunks", "300"], "--chunks cannot be read"),
         (["--made", "Q4_K/IQ4_NL", "--chunks", "16384"], "--chunks cannot be read"),
         (["--made", "Q4_K/IQ4_NL", "--where", "disk"], "--where is unknown"),
-        (["--made", "Q4_K/IQ4_NL", "-r", "0"], "--repeat is too small"),
+        (["--made", "Q4_K/IQ4_NL", "-r", "0"], "--repeat is out of range"),
         (["--made", "Q4_K/IQ4_NL", "-m", "x.gguf"], "--model does nothing with --made"),
     ],
 )

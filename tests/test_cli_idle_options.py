@@ -1,9 +1,11 @@
 """Options that do nothing beside others are refused, not lost."""
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from strata.cli import USAGE, app
+from strata.pack.profile import ExpertProfile, write_profile
 
 CASES = [
     (["run", "Hi", "--check", "--draft", "off"], "--draft does nothing with --check"),
@@ -12,10 +14,28 @@ CASES = [
     (["run", "Hi", "--check", "--slots", "4"], "--slots does nothing with --check"),
     (["run", "Hi", "--top-logprobs", "3"], "--top-logprobs does nothing without --json"),
     (["run", "Hi", "--logprobs"], "--logprobs does nothing without --json"),
+    (["run", "Hi", "--seed", "1"], "--seed does nothing without a --temperature above 0"),
+    (["run", "Hi", "--top-k", "4", "-t", "0"], "--top-k does nothing without a --temperature above 0"),
+    (["chat", "--min-p", "0.1"], "--min-p does nothing without a --temperature above 0"),
+    (["run", "Hi", "--draft", "lookup", "--draft-acceptance", "rejection"],
+     "--draft-acceptance does nothing without a --temperature above 0"),
+    (["run", "Hi", "-t", "1", "--draft-acceptance", "exact"], "--draft-acceptance does nothing without --draft"),
+    (["run", "Hi", "-t", "1", "--draft", "off", "--draft-acceptance", "exact"], "does nothing without --draft"),
+    (["chat", "-t", "1", "--draft-acceptance", "rejection"], "--draft-acceptance does nothing without --draft"),
+    (["run", "Hi", "--penalty-last-n", "9"], "--penalty-last-n does nothing without a penalty"),
+    (["run", "Hi", "--penalty-last-n", "9", "--repetition-penalty", "1"], "does nothing without a penalty"),
+    (["run", "Hi", "--device", "cpu", "--profile", "PROFILE"], "profile: this needs a GPU"),
     (["plan", "--draft-vocabulary", "500"], "--draft-vocabulary does nothing with --draft off"),
+    (["plan", "--device", "cpu", "--hit-rate", "0"], "hit_rate=0.0: this needs a GPU"),
+    (["plan", "--device", "cpu", "--reserve-mib", "0"], "reserve_mib=0.0: this needs a GPU"),
+    (["plan", "--device", "cpu", "--profile", "PROFILE"], "profile: this needs a GPU"),
+    (["plan", "--device", "cpu", "--prefill", "512"],
+     "prefill=512: a chunk of more than one cell of 256 rows needs a GPU"),
+    (["plan", "--vram-gib", "8", "--prefill", "16384"], "needed auto, windows or a multiple of 256 rows up to 8,192"),
     (["bench", "prefill", "--made", "Q4_K/IQ4_NL", "--device", "cuda:1"], "--device does nothing with --made"),
     (["bench", "prefill", "--made", "Q4_K/IQ4_NL", "-m", "x.gguf"], "--model does nothing with --made"),
     (["bench", "prefill", "--position", "0"], "--position does nothing without --made"),
+    (["bench", "prefill", "--ops", "--prefill", "windows"], "--ops does nothing with --prefill windows"),
     (["bench", "experts", "--busy-python"], "--busy-python does nothing without --fraction"),
     (["bench", "experts", "--fraction", "0.2", "--rows", "2"], "--rows does nothing with --fraction"),
     (["bench", "experts", "--fraction", "0.2", "--shares", "0", "--busy-python"], "--busy-python does nothing with"),
@@ -30,7 +50,11 @@ CASES = [
 
 
 @pytest.mark.parametrize(("words", "told"), CASES, ids=[" ".join(words) for words, _ in CASES])
-def test_an_option_that_does_nothing_is_named(words, told):
+def test_an_option_that_does_nothing_is_named(words, told, tmp_path):
+    if "PROFILE" in words:  # one of the bundled model
+        words = [str(tmp_path / "one.strp") if word == "PROFILE" else word for word in words]
+        pairs = np.stack(np.divmod(np.arange(256, dtype=np.uint16), 32), axis=1)
+        write_profile(words[-1], ExpertProfile(8, 32, 256, pairs))
     done = CliRunner().invoke(app, words)
     assert (done.exit_code, told in done.stderr) == (USAGE, True), done.stderr
 

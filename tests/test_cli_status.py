@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from strata.base.errors import BadArgument, FileError, NoDevice
 from strata.cli import FAILED, INTERRUPTED, USAGE, app
-from strata.gpu import device
+from strata.gpu import device, presence
 from strata.planner.machine import Machine
 from tests.test_cli import ROOT, START_S, environment
 
@@ -67,9 +67,9 @@ def test_a_load_on_the_cpu_with_options_of_a_gpu_is_wrong_usage(no_gpu):
 
 def test_what_lacks_for_a_gpu_is_of_one_kind(monkeypatch):
     assert not issubclass(NoDevice, BadArgument | FileError)
-    assert isinstance(device.cuda_problem(0, (6, 1)), NoDevice)
+    assert isinstance(presence.cuda_problem(0, (6, 1)), NoDevice)
     monkeypatch.setitem(sys.modules, "cupy", None)
-    problem = device.cuda_problem(0, (9, 0))
+    problem = presence.cuda_problem(0, (9, 0))
     assert isinstance(problem, NoDevice) and "CuPy" in problem.needed and "pip install" in problem.advice
     with pytest.raises(NoDevice, match="a test needs a GPU: the GPU backend needs CuPy"):
         device.required_device("a test")

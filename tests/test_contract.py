@@ -7,7 +7,8 @@ import re
 import pytest
 
 import strata
-from strata.base.errors import ModelError
+from strata.base.errors import FileError, ModelError
+from strata.cli.inspect import inspect_file
 from tests.gguf_maker import MadeTensor, Typed, array, string
 from tests.tiny_models import BOOL, F32, I32, PREFIX, U32, U64, TinyModel, small
 
@@ -51,7 +52,8 @@ REQUIRED = [
 def test_a_missing_tensor_is_named(folder, name):
     with pytest.raises(ModelError, match=re.escape(name)) as caught:
         strata.load(without(name).write(folder / "broken.gguf"), context=256)
-    assert "missing" in str(caught.value) or caught.value.found
+    error = caught.value
+    assert "broken.gguf" in error.message and error.found and error.needed and error.advice
 
 
 RESHAPED = {
@@ -88,7 +90,7 @@ def test_a_type_without_this_use_is_refused(folder, name):
     with pytest.raises(ModelError, match=re.escape(name)) as caught:
         strata.load(retyped(name, kind, shape).write(folder / "broken.gguf"), context=256)
     assert caught.value.found == {Q8_0: "Q8_0", I8: "I8"}[kind]
-    assert caught.value.needed
+    assert caught.value.needed and caught.value.advice and "broken.gguf" in caught.value.message
 
 
 def key(name, typed):
@@ -131,12 +133,28 @@ WRONG = {
     "recurrent_layers": (key("attention.recurrent_layers", array(BOOL, [True] * 4)), "recurrent_layers", "qsa", "gdn"),
     "GDN heads": (key("ssm.time_step_rank", Typed(U32, 5)), "GDN", "5", ""),
     "GDN width": (key("ssm.inner_size", Typed(U32, 130)), "GDN", "130", ""),
-    "n-gram heads outside": (key("ple.head_offsets", array(U64, [0, 97, 195, 9000])), "n-gram", "9100", "394"),
+    "n-gram heads outside": (key("ple.head_offsets", array(U64, [0, 97, 195, 9000])), "n-gram", "394", "9100"),
     "n-gram moduli short": (key("ple.head_vocab_sizes", array(U64, [97])), "head_vocab_sizes", "1", "4"),
     "n-gram layer": (key("ple.layers", array(I32, [4])), "", "4", ""),
     "two n-gram layers": (key("ple.layers", array(I32, [0, 1])), "ple.layers", "2", "one"),
     "n-gram row width": (key("embedding_length_per_layer_input", Typed(U32, 64)), "row width", "32", "64"),
     "reset token": (key("ple.eos_token_id", None), "ple.eos_token_id", "", "integer"),
+    "no architecture": (TinyModel(small(), keys={"general.architecture": None}), "architecture", "no such key",
+                        "qwen4exp"),
+    "layers without end": (key("block_count", Typed(U32, 2**32 - 1)), "layer 4", "neither", ""),
+    "an array of heads": (key("attention.head_count", array(I32, [4] * 999)), "head_count", "int32 (999,)", "integer"),
+    "no epsilon": (key("attention.layer_norm_rms_epsilon", None), "epsilon is missing", "no such key", "positive"),
+    "ratios of floats": (key("attention.compress_ratios", array(F32, [0.5] * 4)), "compress_ratios", "f32", "integers"),
+    "recurrent_layers of one": (key("attention.recurrent_layers", Typed(U32, 1)), "recurrent_layers", "1", "integers"),
+    "odd value heads": (TinyModel(small(gdn_value_dim=20)), "ssm.inner_size", "20", "multiple of 16"),
+    "odd attention heads": (TinyModel(small(dh=36)), "attention.key_length", "36", "multiple of 16"),
+    "odd indexer heads": (TinyModel(small(indexer_dim=30)), "indexer.key_length", "30", "multiple of 16"),
+    "n-gram table too small": (reshaped("per_layer_token_embd.weight", (100, 32)), "fewer rows", "100", "394"),
+    "n-gram multipliers": (key("ple.layer_multipliers", array(U64, [0, 1, 2])), "multipliers", "(0, 1, 2)", "above 0"),
+    "token types short": (TinyModel(small(), keys={"tokenizer.ggml.token_type": array(I32, [1] * 299)}), "token_type",
+                          "299", "300"),
+    "tokens of numbers": (TinyModel(small(), keys={"tokenizer.ggml.tokens": array(I32, [1] * 300)}), "ggml.tokens",
+                          "array of i32", "strings"),
 }  # fmt: skip
 
 
@@ -146,9 +164,68 @@ def test_numbers_that_do_not_fit(folder, name):
     with pytest.raises(ModelError) as caught:
         strata.load(made.write(folder / "broken.gguf"), context=256)
     error = caught.value
-    assert what in error.message
-    assert found in str(error.found if error.found is not None else error.message)
-    assert needed in str(error.needed)
+    assert what in error.message and "broken.gguf" in error.message
+    assert found in str(error.found) and needed in str(error.needed)
+    assert error.advice
+
+
+def changed(at=0, **values):
+    """A model with other values in its header, or in tensor number `at`."""
+
+    def edit(made):
+        for name, value in values.items():
+            setattr(made if hasattr(made, name) else made.tensors[at], name, value)
+
+    return TinyModel(small(), edit=edit)
+
+
+DAMAGED = {
+    "magic": (changed(magic=b"GGML"), "not a GGUF file", "GGML", "GGUF"),
+    "version": (changed(version=4), "GGUF version", "4", "2 or 3"),
+    "keys": (changed(n_keys=2**60), f"list of {2**60} keys", "a file of", "bytes"),
+    "tensors": (changed(n_tensors=2**60), f"list of {2**60} tensors", "a file of", "bytes"),
+    "twice": (changed(1, name="token_embd.weight"), "token_embd.weight' appears twice", "tensor 1", "once"),
+    "unknown type": (changed(ggml_type=99), "token_embd.weight", "99", "Q8_0 (8)"),
+    "overlap": (changed(1, offset=64), "'token_embd.weight' and 'output.weight' overlap", "offset", "at least"),
+    "misaligned": (changed(1, offset=7), "'output.weight' is misaligned", "7", "32"),
+    "place": (changed(1, offset=2**64 - 32), "offset of tensor 'output.weight'", str(2**64 - 32), "2^63"),
+    "dimensions": (changed(ne=[2**60, 2**60]), "token_embd.weight", str(2**60), "2^63"),
+    "alignment": (TinyModel(small(), keys={"general.alignment": Typed(U32, 3)}), "general.alignment", "3", "power"),
+    "text": (TinyModel(small(), keys={"general.architecture": string(b"\xff")}), "architecture", "xff", "UTF-8"),
+    "key": (TinyModel(small(), keys={"general.architecture": Typed(U32, 3)}), "architecture", "u32", "string"),
+    "rank": (reshaped("token_embd.weight", (300 * 64,)), "token_embd.weight", "(19200,)", "2 dimensions"),
+    "no tensor": (without("blk.0.hc_attn_down.weight"), "blk.0.hc_attn_down.weight", "no such", "2 dimensions"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damage_is_told_alike_by_load_plan_and_inspect(folder, name):
+    made, what, found, needed = DAMAGED[name]
+    path, texts = made.write(folder / "broken.gguf"), set()
+    for use in (lambda: strata.load(path), lambda: strata.plan(path), lambda: inspect_file(path)):
+        with pytest.raises((FileError, ModelError)) as caught:
+            use()
+        error = caught.value
+        texts.add(str(error))
+        assert what in error.message and "broken.gguf" in error.message and error.advice
+        assert found in str(error.found) and needed in str(error.needed)
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "typed", "found"),
+    [
+        ("ple.head_vocab_sizes", array(8, ["97"] * 4), "array of string"),
+        ("ple.head_offsets", Typed(U32, 0), "u32"),
+        ("embedding_length_per_layer_input", string("32"), "string"),
+    ],
+)
+def test_a_plan_without_the_table_s_shard_names_a_key_of_another_type(folder, name, typed, found):
+    keys = {PREFIX + name: typed, "split.count": Typed(U32, 2), "split.tensors.count": Typed(I32, 113)}
+    path = folder / "cut-00001-of-00002.gguf"
+    made = TinyModel(small(), keys=keys, edit=without("per_layer_token_embd.weight").edit).write(path)
+    with pytest.raises(ModelError, match=rf"{path.name}.*{name}' has another type; found {found}; needed an"):
+        strata.plan(made)
 
 
 def test_int8_needs_whole_groups(folder):

@@ -3,11 +3,10 @@ nothing is refused with found and needed."""
 
 from __future__ import annotations
 
-import ast
+import shlex
 from dataclasses import fields
 from decimal import Decimal
 from fractions import Fraction
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,8 +16,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import strata
+import strata.synth
 from strata.base import numbers
-from strata.base.errors import BadArgument, ContextFull, DoesNotFit, FileError, ModelError, NoDevice, StrataError
+from strata.base.errors import BadArgument, FileError, StrataError
 from strata.cli import app
 from strata.cpu.cores import MOST_THREADS
 from strata.loading import LoadOptions
@@ -149,7 +149,7 @@ def test_a_drafter_is_not_asked_whether_it_equals_a_text():
 
 @pytest.mark.parametrize(("name", "value", "needed"), [
     ("threads", 10**9, f"an integer in 1..{MOST_THREADS:,}"), ("threads", 0, f"an integer in 1..{MOST_THREADS:,}"),
-    ("context", 10**400, f"an integer in 1..{MOST_OF_ANY:,}"), ("sessions", 0, "an integer >= 1"),
+    ("context", 10**400, f"an integer in 10..{MOST_OF_ANY:,}"), ("sessions", 0, "an integer >= 1"),
 ])  # fmt: skip
 def test_a_number_out_of_range_is_refused_before_anything_is_planned(tiny_path, monkeypatch, name, value, needed):
     monkeypatch.setattr(of_load, "read_facts", lambda *_: pytest.fail("the file was read"))
@@ -172,27 +172,88 @@ def test_numbers_of_the_command_line(tiny_path, words):
     assert done.exit_code == 2 and "; found " in done.stderr and "; needed " in done.stderr, done.output
 
 
-RAISED = {k.__name__ for k in (BadArgument, ContextFull, DoesNotFit, FileError, ModelError, NoDevice, StrataError)}
-"""Errors that say what was found and needed; those of a busy or closed session have only advice."""
+@pytest.fixture(scope="module")
+def model(tiny_path):
+    with strata.load(tiny_path, context=512, device="cpu", threads=1) as made:
+        yield made
 
 
-def lacking(source: str) -> list[tuple[int, str]]:
-    """(line, text) of errors in Python source that do not say both."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", None) in {"need", *RAISED}:
-            said = {keyword.arg for keyword in node.keywords}
-            if not {"found", "needed"} <= said and None not in said:
-                found.append((node.lineno, ast.unparse(node)))
-    return found
+@pytest.mark.parametrize("what", [None, 1, "no", np.arange(2), [True]], ids=repr)
+def test_what_is_no_truth_value(model, what):
+    calls = {
+        "special": lambda: model.tokenize("a", special=what),
+        "skip_special": lambda: model.detokenize([1], skip_special=what),
+        "stream": lambda: model.chat([{"role": "user", "content": "hi"}], stream=what, max_tokens=1),
+    }
+    for name, call in calls.items():
+        with pytest.raises(BadArgument, match=f"{name} is no truth value") as caught:
+            call()
+        assert caught.value.found is not None and caught.value.needed == "True or False"
 
 
-def test_errors_about_what_was_given_say_found_and_needed():
-    assert len(lacking("need(a, 'b', found=1)\nraise BadArgument('c')\nneed(a, 'b', found=1, needed=2)")) == 2
-    package = Path(strata.__file__).parent
-    files = [*package.glob("planner/*.py"), *package.glob("cli/*.py"),
-             *(package / f"{name}.py" for name in ("loading", "model", "options", "planning", "session"))]  # fmt: skip
-    assert {file.name: lacking(file.read_text(encoding="utf-8")) for file in files} == {file.name: [] for file in files}
+@pytest.mark.parametrize("what", [3, b"low", np.arange(2), ["low"]], ids=repr)
+def test_names_that_are_none(model, what):
+    with pytest.raises(BadArgument, match="prefill is unknown"):
+        model.logits([1, 2], prefill=what)
+    with pytest.raises(BadArgument, match="reasoning_effort is no text"):
+        model.chat([{"role": "user", "content": "hi"}], reasoning_effort=what, max_tokens=1)
+
+
+OF_A_BENCH = """
+cpu-kernels --layer --experts ,
+cpu-kernels --types ,
+decode -n 99999999999999999999999
+decode --prefill-tokens 99999999999
+doorbell --cpu --threads 0
+doorbell --cpu --types ,
+draft --layers 1 --kv f8
+draft --layers 1 --n-experts 12
+draft --layers 1 --threads 0
+draft --seed -1
+experts --context 5
+experts --fraction 0.2 --pcie-share nan
+experts --fraction 0.2 --tokens 1
+experts --fraction nan
+experts --n-experts 12
+experts --rows 9
+experts --seed -1
+experts --shares ''
+experts --threads 2000
+experts --windows 1
+float-ops --threads 2000
+gpu --context 0
+gpu --n-experts 12
+gpu --rows ''
+gpu --seed -1
+gpu --threads 2000
+gpu-kernels nodes --blocks ''
+gpu-kernels ops --groups ,
+ngram --depths 1000
+ngram --rows ²
+prefill --made Q4_K/IQ4_NL --chunks ²
+prefill --made Q4_K/IQ4_NL --position -256
+prefill --made Q4_K/IQ4_NL --threads 0
+prefill --tokens ²
+synth -n 2 --n-experts 12
+synth --seed -1
+synth --threads 0
+versus --synth ''
+versus --tiers 0,x
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("line", OF_A_BENCH)
+def test_odd_values_of_a_bench_are_refused_before_anything_is_made(monkeypatch, line):
+    monkeypatch.setattr(strata.synth, "_make", lambda *_: pytest.fail("a model is made"))
+    done = CliRunner().invoke(app, ["bench", *shlex.split(line)])
+    assert (done.exit_code, done.stdout) == (2, ""), done.output
+    assert "; found " in done.stderr and "; needed " in done.stderr
+
+
+@pytest.mark.parametrize("words", ["gpu -m ''", "experts -m ''", "synth --out ''", "cpu-kernels --ggml ''"])
+def test_an_empty_path_of_a_bench_is_not_the_current_folder(words):
+    done = CliRunner().invoke(app, ["bench", *shlex.split(words)])
+    assert (done.exit_code, done.stdout) == (2, "") and "the path is empty" in done.stderr
 
 
 @settings(max_examples=50, deadline=None)

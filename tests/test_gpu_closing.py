@@ -14,14 +14,14 @@ import pytest
 
 import strata
 from strata import loading
-from strata.base.errors import DoesNotFit
+from strata.base.errors import Closed, DoesNotFit, NoDevice, StrataError
 from strata.gpu import device as device_module
 from strata.gpu import doorbell
 from strata.gpu.device import CupyDevice
 from strata.gpu.driver_calls import CALLS, DriverCalls
 from strata.runtime.share_probe import ShareProbe
 from tests.gpu.run_on_cpu import needs_compiler
-from tests.gpu.shared_model import answer, load, nothing_is_left, patch, path
+from tests.gpu.shared_model import answer, load, names, nothing_is_left, patch, path
 
 __all__ = ["nothing_is_left", "patch", "path"]
 
@@ -77,6 +77,25 @@ def test_a_closed_model_holds_no_memory_of_its_device(path, given, collector_off
     assert len(alive(given)) == len(given) >= 4 and sum(alive(given)) > 1 << 25, "an uploader's ring is among it"
     model.close()
     assert alive(given) == []
+    model.close()
+
+
+@needs_compiler
+@pytest.mark.parametrize("options", FORMS[::2])
+def test_a_model_of_a_failed_device_ends_its_threads_and_closes_its_file(path, given, monkeypatch, options):
+    model = load(path, **options)
+
+    def fail():
+        raise StrataError("the device does not do what it was asked")
+
+    monkeypatch.setattr(model._backend.device, "synchronize", fail)
+    with pytest.raises(StrataError, match="does not do what it was asked"):
+        answer(model)
+    with pytest.raises(StrataError, match="does not do what it was asked"):
+        model.close()
+    assert model.closed and not names()
+    with pytest.raises(Closed):
+        model._gguf.check_sizes()
     model.close()
 
 
@@ -239,6 +258,37 @@ def cuda(monkeypatch):
     binary = SimpleNamespace(cubin=b"", lowered={name: name for name in doorbell.SOURCE.instances})
     monkeypatch.setattr(device_module, "compile_source", lambda source, arch: binary)
     return fake
+
+
+def test_a_device_without_memory_for_its_context_cannot_be_used(cuda):
+    def fail(**_):
+        raise RuntimeError("cudaErrorMemoryAllocation: out of memory")
+
+    cuda.cuda.Stream = fail
+    with pytest.raises(NoDevice, match="CUDA device 0 cannot be used; found cudaErrorMemoryAllocation"):
+        CupyDevice()
+
+
+def test_what_cupy_says_of_a_failed_device_is_an_error_of_strata(cuda):
+    device = CupyDevice()
+    address = device.alloc(256)
+
+    def fail(*_):
+        raise RuntimeError("cudaErrorIllegalAddress: an illegal memory access was encountered")
+
+    cuda.cuda.runtime.memcpyAsync = cuda.cuda.runtime.memsetAsync = cuda.cuda.PinnedMemory = fail
+    device.stream.synchronize = fail
+    data = np.zeros(256, np.uint8)
+    for call in (lambda: device.upload(address, data), lambda: device.download(address, data),
+                 lambda: device.clear(address, 256), lambda: device.alloc(256)):  # fmt: skip
+        with pytest.raises(StrataError, match="the device does not do what it was asked") as caught:
+            call()
+        assert "IllegalAddress" in caught.value.found and "Load the model again" in caught.value.advice
+    with pytest.raises(DoesNotFit, match=r"does not pin this memory .* needed 4,096 bytes"):
+        device.host(4096)
+    with pytest.raises(StrataError, match="does not do what it was asked"):
+        device.close()
+    assert not cuda.live["Memory"], "what it held goes all the same"
 
 
 def test_what_a_device_makes_is_destroyed(cuda, collector_off):

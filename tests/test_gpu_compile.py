@@ -260,7 +260,7 @@ def test_the_backend_imports_without_cupy():
     code = (
         "import sys; sys.modules['cupy'] = None\n"
         "import strata.gpu.backend, strata.gpu.compile\n"
-        "from strata.gpu.device import import_cupy\n"
+        "from strata.gpu.presence import import_cupy\n"
         "try: import_cupy()\n"
         "except Exception as error: print(type(error).__name__, 'cuda12' in str(error))"
     )

@@ -15,7 +15,7 @@ import strata
 from strata import loading
 from strata.base.errors import BadArgument, DoesNotFit, NoDevice, StrataError
 from strata.cli import app
-from strata.gpu.device import cuda_problem
+from strata.gpu.presence import cuda_problem
 from strata.planner import needs
 from strata.planner.cuda_context import context_bytes
 from strata.planner.machine import Machine

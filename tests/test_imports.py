@@ -166,6 +166,59 @@ def test_importing_strata_loads_no_optional_package():
     assert done.stdout.strip() == "[]"
 
 
+# ---- errors
+
+
+NEEDS_OF_OUR_OWN = {"gpu", "cpu", "pack", "base"}
+"""Rooms where `need` is for what no value of a caller reaches."""
+
+
+def half_said(source: str, needs_too: bool = True) -> list[str]:
+    """Lines that make an error of strata.base.errors, or call its `need`, without found= and needed=. What was closed
+    needs no found=."""
+    tree, errors, lines = ast.parse(source), {}, []
+    free = {"about"} if needs_too else {"about", "need"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "strata.base.errors":
+            errors |= {alias.asname or alias.name: alias.name for alias in node.names if alias.name not in free}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in errors:
+            given = {keyword.arg for keyword in node.keywords}
+            asked = {"needed"} if errors[node.func.id] == "Closed" else {"found", "needed"}
+            if None not in given and not asked <= given:
+                lines.append(f"{node.lineno}: {ast.unparse(node)}")
+    return lines
+
+
+def test_errors_say_what_was_found_and_needed():
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in python_files()
+        for line in half_said(path.read_text(encoding="utf-8"), room_of(module_name(path)) not in NEEDS_OF_OUR_OWN)
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("call", "n"),
+    [
+        ("FileError('x', found=1, needed=2)", 0),
+        ("FileError('x', **details)", 0),
+        ("FileError('x', found=1, advice='y')", 1),
+        ("FileError('x')", 1),
+        ("Closed('x', needed=2)", 0),
+        ("Closed('x')", 1),
+        ("Busy('of another module')", 0),
+        ("need(a, 'x', found=1)", 1),
+        ("need(a, 'x', found=1, needed=2)", 0),
+    ],
+)
+def test_the_rule_of_errors_sees(call, n):
+    source = f"from strata.base.errors import Closed, FileError, need\n{call}"
+    assert len(half_said(source)) == n
+    assert len(half_said(source, needs_too=False)) == (0 if call.startswith("need") else n)
+
+
 # ---- files
 
 TEXT_SUFFIXES = {".py", ".cu", ".cuh", ".h", ".cpp", ".md", ".toml", ".json", ".txt", ""}

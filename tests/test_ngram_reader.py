@@ -185,14 +185,14 @@ def test_pages_are_read_once_and_rows_kept(file, wanted):
 
 def test_deliver_does_not_wait(table, wanted):
     """The rows land while the caller does other things; issue returns at once, too."""
-    table.reader.put_faults(latency_us=100_000)
+    table.reader.put_faults(latency_us=300_000)
     try:
         deliveries, ids = Deliveries(table), np.array([[3, 5003, 9003, 14003]])
         began = time.monotonic()
         deliveries.start(ids)
         ticket = table.issue(ids + 1)
-        assert time.monotonic() - began < 0.09 and deliveries.words[1] == 0
-        assert deliveries.wait() and time.monotonic() - began >= 0.1
+        assert time.monotonic() - began < 0.29 and deliveries.words[1] == 0
+        assert deliveries.wait() and time.monotonic() - began >= 0.3
         assert deliveries.rows[:1].tobytes() == wanted[ids].tobytes()
         out = np.empty((1, 256), np.float32)
         table.collect(ticket, out)
@@ -203,13 +203,13 @@ def test_deliver_does_not_wait(table, wanted):
 
 @BOTH
 def test_many_reads_are_in_flight(file, queued):
-    """64 pages at 20 ms each take little longer than one of them."""
+    """64 pages at 50 ms each take little longer than one of them."""
     table = NgramTable(file, GEOMETRY, cache_rows=0, mode="direct", queued=queued)
-    table.reader.put_faults(latency_us=20_000)
+    table.reader.put_faults(latency_us=50_000)
     ids = (np.arange(64) * 300).reshape(16, 4)
     began = time.monotonic()
     table.fetch(ids)
-    assert table.stats.pages >= 64 and time.monotonic() - began < 64 * 0.02 / 4
+    assert table.stats.pages >= 64 and time.monotonic() - began < 64 * 0.05 / 4
     table.close()
 
 

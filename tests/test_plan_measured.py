@@ -45,16 +45,22 @@ def test_the_cpu_backend_takes_what_was_planned(which, context, kv, sessions, wi
     assert {a.line for a in taken} == {x.line for x in p.lines if x.kind in ("allocate", "map")}
 
 
-ROUNDS = 6
+ROUNDS, TRIES = 6, 4
 
 
 @pytest.mark.parametrize(("which", "tokens"), [("tiny", 200), ("wide", 10)])
 def test_predicted_decode_time_is_near_the_measured_one(which, tokens, wide):
     """On one thread, by its CPU time. Other programs make cores slower and caches colder, never the other way round.
-    So kernels and tokens are timed in turns, and the least counts: of the tokens, and of the rounds' estimates."""
+    So kernels and tokens are timed in turns, and the least counts: of the tokens, and of the rounds' estimates.
+    A machine that was never quiet so long is asked again, and everything it showed counts."""
     path = TINY if which == "tiny" else wide
-    found = measure(path, tokens, ROUNDS)
-    predicted, times = found.predicted_ms, found.measured_ms
-    print(f"{which}: predicted {min(predicted):.3f} ms, measured {min(times):.3f} ms, {found.ratio:+.1%}")
-    assert len(predicted) == ROUNDS and len(times) == ROUNDS * tokens
-    assert abs(found.ratio) <= TOLERANCE, f"predicted {predicted} ms, measured {sorted(times)} ms"
+    predicted, times = (), ()
+    for n in range(1, TRIES + 1):
+        found = measure(path, tokens, ROUNDS)
+        predicted, times = predicted + found.predicted_ms, times + found.measured_ms
+        assert len(predicted) == n * ROUNDS and len(times) == n * ROUNDS * tokens
+        ratio = min(predicted) / min(times) - 1
+        print(f"{which}: predicted {min(predicted):.3f} ms, measured {min(times):.3f} ms, {ratio:+.1%}")
+        if abs(ratio) <= TOLERANCE:
+            return
+    pytest.fail(f"predicted {predicted} ms, measured {sorted(times)} ms")

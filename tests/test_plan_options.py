@@ -62,8 +62,9 @@ def test_the_context_of_the_driver_is_that_of_the_card(tmp_path):
 
 
 def test_a_context_that_no_load_takes_is_refused():
-    with pytest.raises(BadArgument, match="context is too small"):
-        make_options(context=LEAST_CONTEXT - 1)
+    for cells in (0, LEAST_CONTEXT - 1):
+        with pytest.raises(BadArgument, match=f"context is out of range; found {cells}; needed an integer >= 10"):
+            make_options(context=cells)
     assert make_options(context=LEAST_CONTEXT).context == LEAST_CONTEXT
 
 

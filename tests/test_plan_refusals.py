@@ -44,7 +44,7 @@ def bought(text: str) -> tuple[int, int, dict[str, object]]:
     vram = ram = 0
     options: dict[str, object] = {}
     for part in text.split(", or a")[0].split(" and "):
-        amount = re.fullmatch(r"([\d,.]+) ([GM]iB) more (V?RAM)(?: \(no (\w+)\))?", part)
+        amount = re.fullmatch(r"([\d,.]+) ([GM]iB) more (V?RAM)(?: \((?:of [^;)]+)?(?:; )?(?:no (\w+))?\))?", part)
         cap = re.fullmatch(r"(vram_gib|ram_gib)=([\d.]+) or no cap", part)
         if amount:
             n_bytes = int(float(amount[1].replace(",", "")) * (GIB if amount[2] == "GiB" else MIB))
@@ -110,6 +110,52 @@ def test_the_amount_of_memory_that_a_remedy_names_helps(facts, name, vram, gib, 
     assert q.fits and (p.verdict == DOES_NOT_FIT or q.verdict == FITS), (p.remedies, q.shortfalls)
 
 
+@settings(deadline=None, max_examples=12)
+@given(name=st.sampled_from(NAMES), gib=st.floats(0.5, 4), vram=st.one_of(st.none(), st.floats(0.01, 1.5)),
+       asked=asked_for, rows=st.sampled_from(["auto", 512]))  # fmt: skip
+def test_a_remedy_of_a_small_described_machine_is_a_size_to_describe(facts, name, gib, vram, asked, rows):
+    """Of little RAM half is taken to be in use, so that a half of what is added is free."""
+    options = {**asked, "device": "cpu"} if vram is None else {**asked, "device": "cuda", "prefill": rows}
+    p = plan_of_load(facts[name], Machine.describe(vram_gib=vram, ram_gib=gib), **options)
+    if p.verdict == FITS:
+        return
+    more_vram, more_ram, changed = bought(p.remedies[-1])
+    assert not changed
+    larger = Machine.describe(vram_gib=None if vram is None else vram + more_vram / GIB, ram_gib=gib + more_ram / GIB)
+    q = plan_of_load(facts[name], larger, **options)
+    assert q.fits and (p.verdict == DOES_NOT_FIT or q.verdict == FITS), (p.remedies, q.shortfalls)
+
+
+@pytest.mark.parametrize(("name", "vram", "gib", "asked"), [
+    ("tiny", 1.084, 1.1, {"prefill": 512}),
+    ("tiny", 0.6, 0.06, {"prefill": 256, "experts": "mapped"}),
+    ("tiny", 0.7, 3, {"prefill": 4096, "context": 32_768}),
+    ("Q2_0", 1.4, 0.01, {"prefill": 512, "context": 32_768, "experts": "pinned", "reserve_mib": 300}),
+    ("Q2_0", 4.1, 0.07, {"prefill": 4096, "context": 256, "experts": "pinned", "reserve_mib": 3000}),
+    ("Q2_0", 9.7, 9.76, {"prefill": 4096, "context": 100_000, "slots": 100, "reserve_mib": 0}),
+    ("Q2_0", 18.28, 20.17, {"prefill": 4096, "slots": 100}),
+])  # fmt: skip
+def test_memory_for_a_chunk_that_was_asked_for_is_enough(facts, tiny_path, name, vram, gib, asked):
+    """What such a chunk needs is known only once everything else fits: a shrunk reserve grows first."""
+    m, asked = read_facts(tiny_path) if name == "tiny" else facts[name], {**asked, "device": "cuda"}
+    p = plan_of_load(m, Machine.describe(vram_gib=vram, ram_gib=gib), **asked)
+    assert p.verdict != FITS and all(s.missing_bytes > 0 for s in p.shortfalls)
+    more_vram, more_ram, changed = bought(p.remedies[-1])
+    larger = Machine.describe(vram_gib=vram + more_vram / GIB, ram_gib=gib + more_ram / GIB)
+    q = plan_of_load(m, larger, **asked)
+    assert not changed and q.fits and (p.verdict == DOES_NOT_FIT or q.verdict == FITS), (p.remedies, q.shortfalls)
+    assert q.prefill_rows == asked["prefill"]
+
+
+def test_why_more_is_to_be_added_than_lacks_is_said(facts):
+    p = plan_of_load(facts["Q2_0"], Machine.describe(ram_gib=1), context=256, device="cpu")
+    (lacks,), text = p.shortfalls, p.remedies[-1]
+    assert 0 <= bought(text)[1] - (lacks.missing_bytes + GIB) < MIB, "1.5 GiB are taken to be in use, not a half of one"
+    assert re.search(r"MiB more RAM \(of [\d.]+ GiB, [\d.]+ GiB are taken to be free\)", text), text
+    p = plan_of_load(facts["Q2_0"], Machine.describe(ram_gib=4), context=262_144, device="cpu")
+    assert "MiB more RAM, or a smaller" in p.remedies[-1], p.remedies
+
+
 def test_the_floor_of_the_system_grows_with_ram():
     for total, used, n_bytes in ((4, 0.5, 3), (6, 1, 5), (32, 2, 28), (32, 20, 11), (8, 1, 40)):
         machine = Machine.describe(ram_gib=total)
@@ -117,7 +163,8 @@ def test_the_floor_of_the_system_grows_with_ram():
         needed = ram_needed_bytes(machine, n_bytes * GIB)
         for free, enough in ((needed, True), (needed - 64, False)):
             grown = with_more(machine, ram=max(free - machine.ram_available_bytes, 0))
-            assert (free - ram_floor_bytes(grown, free) >= n_bytes * GIB) == enough, (total, used, n_bytes)
+            left = free - ram_floor_bytes(grown.ram_total_bytes, free)
+            assert (left >= n_bytes * GIB) == enough, (total, used, n_bytes)
 
 
 def test_without_room_for_a_share_over_pcie_the_cpu_computes_all_of_it(facts):

@@ -181,6 +181,15 @@ def test_probabilities_that_mean_something_beat_every_fixed_length(curve):
     assert play(DraftPolicy(), s)[0] > 1.03 * s.best_fixed()
 
 
+def test_poor_drafts_in_any_order_do_not_stop_drafting():
+    """Acceptance changes from round to round: one poor draft says nothing of the next, which is learnt."""
+    card, parts = np.interp(np.arange(8), [0, 1, 3, 7], [1, 1.3, 1.76, 2.8]), []
+    for seed in range(8):
+        s = stream(card, np.random.default_rng(100 + seed).beta(1.5, 0.7, ROUNDS), 0.25, seed)
+        parts.append(play(DraftPolicy(), s)[0] / s.best_fixed())
+    assert np.mean(parts) > 1.155, parts  # 1.144 where the last few drafts alone are looked at
+
+
 @pytest.mark.parametrize("curve", ["flat", "linear", "steep"])
 def test_a_drafter_that_makes_all_at_once(curve):
     s = stream(curve, 0.7)
@@ -320,6 +329,30 @@ def test_drafter_rates_learn_by_bucket_and_share_calibration():
     for _ in range(8):
         wrong.trial(0, 0.97, False)
     assert wrong.rate(0, 0.6) < 0.25  # other buckets hear of it
+
+
+def sure_next(rates: DrafterRates) -> float:
+    """Chance that the next round's first draft is a sure one, whose acceptance is not 0."""
+    return sum(w for w, q in rates.outlook(0) if q > 0.5)
+
+
+def test_what_a_poor_draft_says_of_the_next_is_learnt():
+    sure, poor = DrafterRates.bucket(0.9), DrafterRates.bucket(0.1)
+    stretches, turns = DrafterRates(), DrafterRates()
+    for i in range(160):
+        stretches.drafted(0, sure if i // 20 % 2 else poor)
+        turns.drafted(0, sure if i % 2 else poor)
+    assert sure_next(stretches) > 0.9 and sure_next(turns) < 0.4
+    stretches.drafted(0, poor)
+    turns.drafted(0, poor)
+    assert sure_next(stretches) < 0.55, "though nineteen of the last twenty were sure"
+    assert sure_next(turns) > 0.6, "though one of two was"
+
+
+def test_a_bucket_that_was_never_drafted_is_not_held_for_hopeless():
+    rates = DrafterRates()
+    rates.drafted(0, DrafterRates.bucket(0.9))
+    assert sorted(q for _, q in rates.outlook(1, [0.6])) == pytest.approx([0.54, 0.81])
 
 
 def test_agreement_of_drafts_verified_or_not():

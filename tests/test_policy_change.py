@@ -36,11 +36,13 @@ def test_little_is_lost_where_text_turns_unpredictable(low, p, least):
 
 
 def test_text_that_becomes_predictable_again_is_found():
-    acceptance = np.repeat([0.9, 0.05, 0.9], [GOOD, POOR, 200])
-    for seed in range(4):
+    """Probes find it, after 45 rounds in the middle and 150 at most, as chance has it."""
+    acceptance, drafting = np.repeat([0.9, 0.05, 0.9], [GOOD, POOR, 200]), []
+    for seed in range(12):
         s = stream(CARD, acceptance, 0.25, seed, rounds=len(acceptance))
-        choices = play(DraftPolicy(), s)[1]
-        assert np.mean([c.n_drafts > 0 for c in choices[-100:]]) > 0.9
+        drafting.append([choice.n_drafts > 0 for choice in play(DraftPolicy(), s)[1]])
+    assert np.mean([d[-100:] for d in drafting]) > 0.9
+    assert min(np.mean(d[-20:]) for d in drafting) > 0.9
 
 
 # ---- doubt
@@ -107,7 +109,7 @@ def rounds(policy: DraftPolicy, n: int, right: bool, p: float = 0.9) -> list[Cho
 def test_a_draft_that_is_hopeless_is_judged_without_a_row():
     policy = DraftPolicy()
     rounds(policy, 60, right=True)
-    assert policy.choose(RoundFacts(drafter=True)).reason == "drafter"
+    assert policy.choose(RoundFacts(drafter=True)).n_drafts > 1
     first = rounds(policy, 250, right=False)
     assert 2 <= len(first) < 10 and first[0].n_drafts == 1, "the price of two rows is not known yet"
     probes = rounds(policy, 250, right=False)

@@ -29,7 +29,7 @@ from strata.cpu.machine_code import (
     st64,
     stf32,
 )
-from strata.cpu.pool import OWNER, Pool, dispatch
+from strata.cpu.pool import OWNER, SLEEPERS, Pool, dispatch
 
 SLOTS = 64
 ROOT = Path(__file__).resolve().parent.parent
@@ -122,8 +122,10 @@ def marks(pool, n_jobs, longest_gap_ns=0, seed=1):
 def test_every_chunk_once(threads):
     with Pool(threads) as pool:
         assert marks(pool, 100_000) == 0
-        if threads > 1:
-            assert pool.stats()["worker_chunks"] > 0
+        until = time.monotonic() + 30  # a busy machine may run no worker while all the jobs go by
+        while threads > 1 and pool.stats()["worker_chunks"] == 0:
+            assert time.monotonic() < until, "no worker took a chunk"
+            assert marks(pool, 10_000) == 0
 
 
 @pytest.mark.parametrize("threads", [2, 4])
@@ -157,7 +159,9 @@ def test_no_wake_up_is_lost(threads):
 def test_wake_ahead_of_work():
     with Pool(2, spin_us=2_000_000) as pool:
         pool.spin_us = 0
-        time.sleep(0.05)  # asleep now
+        while pool._words[SLEEPERS // 8] == 0:  # until it is about to sleep
+            time.sleep(0.001)
+        time.sleep(0.05)
         pool.spin_us = 2_000_000
         pool.wake()
         time.sleep(0.05)  # polling now

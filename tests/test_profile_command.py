@@ -196,6 +196,6 @@ def test_a_place_that_cannot_be_written_is_told_before_texts_are_read(tiny_path,
     monkeypatch.setattr(profile, "_read_texts", lambda *_: pytest.fail("texts were read"))
     text = tmp_path / "a.txt"
     text.write_text("def f(x):", encoding="utf-8")
-    for place in ("", tmp_path, tmp_path / "none" / "p.strp", "/"):
+    for place in (tmp_path, tmp_path / "none" / "p.strp", "/"):
         done = call("profile", tiny_path, text, flag, place)
         assert done.exit_code == 1 and "cannot write" in done.stderr, done.output

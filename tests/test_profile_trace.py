@@ -64,7 +64,7 @@ def test_profile_refusals(tmp_path):
         (b"GGUF" + good[4:], "not an expert profile"),
         (good[:4] + struct.pack("<I", 2) + good[8:], "version.*found 2; needed 1"),
         (good[:16] + struct.pack("<I", 1) + good[20:], "slots"),
-        (good[:20] + struct.pack("<I", 7) + good[24:], "ranked pairs.*found 7; needed at most 6"),
+        (good[:20] + struct.pack("<I", 7) + good[24:], "too many pairs.*found 7; needed at most 6"),
         (good[:24] + struct.pack("<HH", 2, 0) + good[28:], r"ranked pair 0.*\(2, 0\)"),
         (good[:24] + struct.pack("<HH", 1, 3) + good[28:], r"ranked pair 0.*\(1, 3\)"),
         (good[:24] + good[28:32] + good[28:], r"twice.*\(0, 1\)"),
@@ -168,7 +168,7 @@ def test_trace_refusals(tmp_path):
         with pytest.raises(FileError, match=f"byte {0 if size < 16 else 16}.*truncated"):
             list(read_trace(path))
     for record, words in (
-        (raw_record(-2, [3]), r"byte 16 \(format version\).*found 3; needed 2"),
+        (raw_record(-2, [3]), r"byte 16 has another format version.*found 3; needed 2"),
         (raw_record(-1, [1, 2]), r"\(commit\).*found 2 ints; needed 4"),
         (raw_record(8, [1]), "another model.*layer 8; needed below 8"),
         (raw_record(0, [32]), "another model.*expert 32.*below 32"),
@@ -179,8 +179,9 @@ def test_trace_refusals(tmp_path):
         path.write_bytes(raw_record(-2, [2]) + record)
         with pytest.raises(FileError, match=words):
             list(read_trace(path, 8, 32))
-    with pytest.raises(FileError, match="cannot read"):
-        read_trace(tmp_path / "absent")
+    for path in (tmp_path / "absent", tmp_path):
+        with pytest.raises(FileError, match="cannot read"):
+            read_trace(path)
     with pytest.raises(FileError, match="cannot write"):
         TraceWriter(tmp_path / "no folder" / "t.bin")
 

@@ -166,8 +166,9 @@ def test_sessions_beyond_the_loaded_number(model):
     a.close()
     c = model.session()
     assert len(c.tokens) == 0
-    with pytest.raises(Closed):
-        a.generate(PROMPT, **GREEDY)
+    for call in (lambda: a.generate(PROMPT, **GREEDY), lambda: a.tokens):  # its memory is c's now
+        with pytest.raises(Closed, match="found a closed session; needed an open one"):
+            call()
     a.close()  # twice: nothing happens, c keeps its memory
     assert c._state not in model._free
     b.close()

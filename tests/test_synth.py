@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 
 import numpy as np
 import pytest
@@ -228,6 +229,24 @@ def test_command_refuses():
     done = CliRunner().invoke(app, ["bench", "synth", "--arch", "other"])
     assert (done.exit_code, done.stdout) == (2, "")
     assert "no such architecture" in done.stderr
+
+
+def test_a_folder_that_cannot_be_written_is_said_and_another_writers_part_is_kept(tmp_path, monkeypatch):
+    spec = SynthSpec(layers=1, experts=16, vocabulary=1000)
+    taken = tmp_path / "taken"
+    taken.write_text("no folder")
+    with pytest.raises(FileError, match=r"cannot be written; found .*; needed a folder"):
+        write_model(taken, spec)
+    theirs = tmp_path / f"{spec.name}.part"
+    theirs.write_text("theirs")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(synth, "_make", full)
+    with pytest.raises(DoesNotFit, match=r"is too small; found No space left on device; needed .* GB\. Make fewer"):
+        write_model(tmp_path, spec)
+    assert sorted(tmp_path.iterdir()) == [theirs, taken]
 
 
 def test_a_model_larger_than_the_memory_is_not_begun(monkeypatch):

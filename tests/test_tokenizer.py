@@ -256,8 +256,14 @@ def test_detokeniser_holds_characters_split_over_tokens(tokenizer):
         ({"eos_token_id": 263}, "eos token id outside the vocabulary; found 263; needed 0 to 262"),
         ({"bos_token_id": 999}, "bos token id outside"),
         ({"token_type": np.ones(3, np.int32)}, "found 3 types; needed 263"),
-        ({"merges": ["a b", "a"]}, "a merge is not two tokens; found 'a'"),
-        ({"merges": ["a b", "b a"]}, "merges and vocabulary do not fit"),
+        ({"token_type": np.ones(263, np.float32)}, "another type; found ndarray; needed an array of integers"),
+        ({"tokens": 263}, "tokens has another type; found int; needed an array of strings"),
+        ({"merges": "a b"}, "merges has another type; found str; needed an array of strings"),
+        ({"eos_token_id": "259"}, "eos_token_id has another type; found str; needed an integer"),
+        ({"bos_token_id": 1.0}, "bos_token_id has another type; found float; needed an integer"),
+        ({"pre": 3}, "pre has another type; found int; needed a string"),
+        ({"merges": ["a b", "a"]}, "is not two tokens; found 'a'"),
+        ({"merges": ["a b", "b a"]}, "merges and tokenizer.ggml.tokens do not fit together"),
         ({"tokens": ["a"] * 263}, "twice; found 'a'"),
         ({"tokens": ["!!", *small_metadata()["tokenizer.ggml.tokens"][1:]]}, "lacks single bytes; found bytes [0]"),
         ({"tokens": [*BYTE_ALPHABET, "ab", "a b", *"defgh"]}, "token 257 is not in the byte alphabet; found 'a b'"),
@@ -267,7 +273,7 @@ def test_detokeniser_holds_characters_split_over_tokens(tokenizer):
 def test_unfit_files_are_refused(changes, message):
     with pytest.raises(ModelError) as error:
         Tokenizer.from_metadata(small_metadata(**changes))
-    assert message in str(error.value)
+    assert message in str(error.value) and error.value.needed and error.value.advice
 
 
 def test_bad_input_is_refused(tokenizer):

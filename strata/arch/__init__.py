@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 
 from strata.base.errors import ModelError
+from strata.base.numbers import shown
 from strata.pack.gguf_file import GgufFile
 
 
@@ -19,8 +20,8 @@ def architecture_of(gguf: GgufFile) -> ModuleType:
     name = gguf.metadata.get("general.architecture")
     if name not in known:
         raise ModelError(
-            f"{gguf.path.name}: unknown architecture",
-            found=repr(name),
+            f"{gguf.path.name}: the architecture is not supported",
+            found="no such key" if name is None else shown(name),
             needed=" or ".join(sorted(known)),
             advice="Give the first shard of a Qwen3.8-Flash-Next GGUF.",
         )

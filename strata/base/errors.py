@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 
+def _text(value: object) -> str:
+    try:
+        return str(value)
+    except Exception:  # a value may not know how to say what it is, or be a number too long to be written
+        return f"a value of type {type(value).__name__}"
+
+
 class StrataError(Exception):
     """Base of all errors raised on purpose.
 
@@ -19,9 +26,9 @@ class StrataError(Exception):
     def __str__(self) -> str:
         parts = [self.message]
         if self.found is not None:
-            parts.append(f"found {self.found}")
+            parts.append(f"found {_text(self.found)}")
         if self.needed is not None:
-            parts.append(f"needed {self.needed}")
+            parts.append(f"needed {_text(self.needed)}")
         text = "; ".join(parts)
         return f"{text}. {self.advice}" if self.advice else text
 
@@ -74,3 +81,20 @@ def need(condition: bool, message: str, **details: object) -> None:
     """Raise BadArgument with `message` and details (found=, needed=, advice=) unless `condition` holds."""
     if not condition:
         raise BadArgument(message, **details)
+
+
+class about:
+    """Errors about a file that leave this block name it, and have `advice` if they had none of their own. A class,
+    since what contextlib imports would come before a command can hear Ctrl-C."""
+
+    def __init__(self, file_name: str, advice: str | None = None):
+        self._name, self._advice = file_name, advice
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, FileError | ModelError):
+            if self._name not in error.message:
+                error.message = f"{self._name}: {error.message}"
+                error.args = (error.message,)
+            error.advice = error.advice or self._advice

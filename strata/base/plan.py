@@ -133,6 +133,8 @@ class Plan:
     context           cells per session, as configured; allocations are rounded up to whole cells of the prefill grid
     experts           "mapped", "pinned" or "resident": where RAM holds experts
     prefill_rows      rows of a prefill chunk; 0 = windows only
+    draft             "off", "lookup" (in earlier text alone), "mtp" (a draft layer that is not here) or the draft
+                      layer's file or folder
     lines             in the order of allocation
     free_bytes        by device, before anything is taken; the RAM floor is among the lines
     slots             experts held in VRAM, by layer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def command(
-    file: Annotated[Path, typer.Argument(help="A GGUF file or its folder.", show_default=False)],
+    ctx: typer.Context,
+    file: flags.GgufFile,
     windows: Annotated[int, typer.Option(help="Windows of a turn.")] = 16,
     turns: Annotated[int, typer.Option(help=f"Turns of each comparison, {LEAST_TURNS} or more; medians count.")] = 7,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda:N.")] = "auto",
@@ -33,6 +33,8 @@ def command(
     """
     for name, value, least in (("--windows", windows, 1), ("--turns", turns, LEAST_TURNS)):
         need(value >= least, f"{name} is too small", found=value, needed=f">= {least}")
+    if forget:
+        flags.refuse_idle(ctx, ("windows", "turns", "device"), "with --forget")
     path = find_model(file, "the argument")
     from strata.planner import remembered
     from strata.planner.machine import Machine

@@ -24,6 +24,7 @@ LEAVE = ("/exit", "/quit")
 
 @flags.takes(answer=flags.ANSWER, load=flags.LOAD_AND_DRAFT)
 def command(
+    ctx: typer.Context,
     model: flags.Model = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     think: Annotated[bool | None, typer.Option("--think/--no-think", help="Default: the template's own.")] = None,
@@ -37,6 +38,7 @@ def command(
     and between answers the program (exit status 130).
     """
     options = flags.answer_options(**answer)
+    flags.refuse_idle_answers(ctx, answer, load["draft"])
     with flags.loaded(model, **load) as loaded:
         Conversation(loaded, system, think, options).talk()
 

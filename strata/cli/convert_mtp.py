@@ -10,15 +10,20 @@ from typing import Annotated
 import typer
 
 from strata.cli import flags
+from strata.cli.locate import is_there
 from strata.cli.output import Bar
 
 
 def command(
     source: Annotated[
-        Path, typer.Argument(help="Safetensors file with the tensors mtp.*, or a folder of shards.", show_default=False)
+        Path,
+        typer.Argument(parser=flags.path_of, metavar="SOURCE", show_default=False,
+                       help="Safetensors file with the tensors mtp.*, or a folder of shards."),
     ],
     out: Annotated[
-        Path, typer.Argument(help='Folder to write; "mtp/rt" beside a model is found by it.', show_default=False)
+        Path,
+        typer.Argument(parser=flags.path_of, metavar="OUT", show_default=False,
+                       help='Folder to write; "mtp/rt" beside a model is found by it.'),
     ],
     experts: Annotated[str, typer.Option(help="Format of the experts: q2_0, q8_0 or bf16.")] = "q2_0",
     force: Annotated[bool, typer.Option("--force", help="Replace an rt folder that is already there.")] = False,
@@ -28,6 +33,8 @@ def command(
 
     The folder appears complete or not at all.
     """
+    is_there(source, "the draft layer cannot be looked at", "safetensors: a file or a folder")
+    is_there(out, "the output cannot be looked at", "a folder that can be made there")
     # Here, because it takes a second: wrong usage is told at once.
     from strata.pack.mtp.convert import convert
 

@@ -42,6 +42,10 @@ Model = Annotated[Path | None, Option("--model", "-m", parser=path_of, metavar="
 ModelFile = Annotated[
     Path | None, typer.Argument(parser=path_of, metavar="FILE", help=_MODEL_HELP, show_default=False)
 ]
+GgufFile = Annotated[
+    Path,
+    typer.Argument(parser=path_of, metavar="FILE", help="A GGUF file or its folder.", show_default=False),
+]
 Context = Annotated[int | None, Option(help="Cells for prompt and answer; default: the trained context, or what fits.")]
 Threads = Annotated[int | None, Option(help="CPU threads; default: one per physical core.")]
 Pin = Annotated[bool, Option("--pin", help="Bind workers to cores.")]
@@ -160,6 +164,22 @@ def refuse_idle(context: typer.Context, names: Iterable[str], where: str) -> Non
                               needed="a command without it")  # fmt: skip
 
 
+OF_SAMPLING = ("top_k", "top_p", "min_p", "seed", "draft_acceptance")
+"""Options that choose among the likely tokens: the most likely one needs none of them."""
+
+NO_PENALTY = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+
+def refuse_idle_answers(context: typer.Context, answer: Options, draft: str | None) -> None:
+    """`refuse_idle` for options of an answer that do nothing beside the others, or with this value of --draft."""
+    if answer["temperature"] is None or answer["temperature"] <= 0:
+        refuse_idle(context, OF_SAMPLING, "without a --temperature above 0")
+    if draft in (None, "off"):
+        refuse_idle(context, ("draft_acceptance",), "without --draft")
+    if all(answer[name] in (None, neutral) for name, neutral in NO_PENALTY.items()):
+        refuse_idle(context, ("penalty_last_n",), "without a penalty")
+
+
 def slots(text: str | None) -> int | str | None:
     """The value of --slots for a load. BadArgument if it is neither a number nor "all"."""
     if text is None or text == "all":
@@ -211,9 +231,12 @@ def biases(items: Sequence[str]) -> Mapping[int, float]:
     """ID=BIAS texts as token id -> bias."""
     found: dict[int, float] = {}
     for item in items:
-        token, _, bias = item.partition("=")
+        text, _, bias = item.partition("=")
         try:
-            found[int(token)] = float(bias)
+            token, value = int(text), float(bias)
         except ValueError:
             raise BadArgument("a logit bias cannot be read", found=repr(item), needed="ID=BIAS, as 42=-1.5") from None
+        need(token not in found, "a token has two logit biases", found=f"{found.get(token)} and {item!r}",
+             needed="one for each token")  # fmt: skip
+        found[token] = value
     return found

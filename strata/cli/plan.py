@@ -90,6 +90,8 @@ def command(
     try:
         if draft in ("off", "lookup"):
             flags.refuse_idle(ctx, {"draft_vocabulary"}, f"with --draft {draft}")
+        if measure:
+            flags.refuse_idle(ctx, {"cpu_tier"}, "with --measure")
         file = find_model(given, "the argument")
         asked = flags.slots(slots)
         plan = plan_file(file, machine=_machine(file, described), measure=measure, slots=asked, **options)

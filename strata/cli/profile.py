@@ -11,27 +11,43 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from strata.base.errors import FileError, need
+from strata.base.numbers import shown
 from strata.cli import flags
-from strata.cli.locate import find_model
+from strata.cli.locate import find_model, is_there
 from strata.cli.output import Bar
+from strata.pack.gguf_file import shard_paths
 
 if TYPE_CHECKING:
     from strata.profiling import CacheSize
     from strata.runtime.simulate import RoutedWindow
 
 
+OF_TEXTS = ("rows", "max_tokens", "special", "context", "threads")
+"""Parameters that a trace has no use for."""
+
+
 def command(
-    file: Annotated[Path, typer.Argument(help="A GGUF file or its folder.", show_default=False)],
+    ctx: typer.Context,
+    file: flags.GgufFile,
     texts: Annotated[
-        list[Path] | None, typer.Argument(help="UTF-8 texts that the model reads.", show_default=False)
+        list[Path] | None,
+        typer.Argument(parser=flags.path_of, metavar="TEXT", help="UTF-8 texts that the model reads.",
+                       show_default=False),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the profile (.strp).")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", parser=flags.path_of, metavar="PATH", help="Write the profile (.strp)."),
+    ] = None,
     simulate: Annotated[
         bool, typer.Option("--simulate", help="Rank by the first part, replay the rest: hit rates of cache policies.")
     ] = False,
-    trace: Annotated[Path | None, typer.Option(help="Write the routing of the texts.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(parser=flags.path_of, metavar="PATH", help="Write the routing of the texts.")
+    ] = None,
     from_trace: Annotated[
-        list[Path] | None, typer.Option(help="Take the routing of a trace, without running the model. Repeatable.")
+        list[Path] | None,
+        typer.Option(parser=flags.path_of, metavar="PATH",
+                     help="Take the routing of a trace, without running the model. Repeatable."),
     ] = None,
     slots: Annotated[
         list[int] | None, typer.Option(help="Cache size to simulate, in experts. Repeatable; default: 1/16 to 1/2.")
@@ -54,12 +70,24 @@ def command(
     need(bool(texts) != bool(from_trace), "routing comes from texts or from traces",
          found="both" if texts else "neither", needed="one of TEXT... and --from-trace")  # fmt: skip
     need(trace is None or bool(texts), "--trace writes the routing of texts", found="--from-trace", needed="TEXT...")
+    if from_trace:
+        flags.refuse_idle(ctx, OF_TEXTS, "with --from-trace")
+    if not simulate:
+        flags.refuse_idle(ctx, ("slots", "held_out"), "without --simulate")
+        if trace is None:
+            flags.refuse_idle(ctx, ("rows",), "without --simulate or --trace")
     need(1 <= rows <= 8, "--rows is out of range", found=rows, needed="1 to 8")
     need(max_tokens is None or max_tokens >= 1, "--max-tokens is too small", found=max_tokens, needed=">= 1")
+    need(0 < held_out < 1, "--held-out is out of range", found=held_out, needed="above 0, and below 1")
+    path = find_model(file, "the argument")
+    taken = [*shard_paths(path), *(texts or ()), *(from_trace or ())]
     for place in filter(None, (out, trace)):
         _check_place(place)
-    path = find_model(file, "the argument")
+        _check_kept(place, taken)
+        taken.append(place)
     layers, experts, expert_bytes = _experts(path)
+    for n in slots or ():
+        need(0 <= n <= layers * experts, "--slots is out of range", found=n, needed=f"0 to {layers * experts:,}")
     if from_trace:
         from strata.runtime.simulate import trace_windows
 
@@ -93,8 +121,9 @@ def command(
 
 def _check_place(place: Path) -> None:
     """FileError for a file that could not be written after the texts have been read, which may take hours."""
-    folder = place.parent
-    if place.name == "" or place.is_dir():
+    folder, needed = place.parent, "a file in a writable folder that exists"
+    there = is_there(place, f"cannot write {shown(str(place))}", needed)
+    if place.name == "" or (there and place.is_dir()):
         found = "a folder"
     elif not folder.is_dir():
         found = f"no folder '{folder}'"
@@ -102,7 +131,15 @@ def _check_place(place: Path) -> None:
         found = f"'{folder}' is not writable"
     else:
         return
-    raise FileError(f"cannot write '{place}'", found=found, needed="a file in a writable folder that exists")
+    raise FileError(f"cannot write {shown(str(place))}", found=found, needed=needed)
+
+
+def _check_kept(place: Path, others: list[Path]) -> None:
+    """BadArgument for a result that would take the place of a file that is read, or of the other result."""
+    for other in others:
+        same = place.samefile(other) if place.exists() and other.exists() else place.resolve() == other.resolve()
+        need(not same, "a result would replace a file of this command", found=f"'{place}', which is '{other}'",
+             needed="a file of its own for each result")  # fmt: skip
 
 
 def _experts(path: Path) -> tuple[int, int, tuple[int, ...]]:

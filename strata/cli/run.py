@@ -55,10 +55,12 @@ def command(
         **answer, ignore_eos=ignore_eos, logprobs=logprobs or top_logprobs is not None, top_logprobs=top_logprobs
     )
     if check:
-        idle = {*flags.ANSWER, *flags.LOAD_AND_DRAFT, "ignore_eos", "logprobs", "top_logprobs"} - CHECKED
+        idle = {*flags.ANSWER, *flags.LOAD_AND_DRAFT, "ignore_eos", "logprobs", "top_logprobs", "stats"} - CHECKED
         flags.refuse_idle(ctx, idle, "with --check")
-    elif not json_:
-        flags.refuse_idle(ctx, {"logprobs", "top_logprobs"}, "without --json")
+    else:
+        flags.refuse_idle_answers(ctx, answer, load["draft"])
+        if not json_:
+            flags.refuse_idle(ctx, {"logprobs", "top_logprobs"}, "without --json")
     text = sys.stdin.read() if prompt == "-" else prompt
     if check:
         _check(model, text, load["context"], load["kv"], load["threads"], load["device"], json_)

@@ -18,7 +18,10 @@ from strata.cli.output import Bar
 
 @flags.takes(load=flags.LOAD)
 def command(
-    file: Annotated[Path, typer.Argument(help='A UTF-8 text; "-" reads stdin.', show_default=False)],
+    file: Annotated[
+        Path, typer.Argument(parser=flags.path_of, metavar="FILE", help='A UTF-8 text; "-" reads stdin.',
+                             show_default=False)
+    ],
     model: flags.Model = None,
     window: Annotated[int | None, typer.Option(help="Tokens read from each empty state; default: the context.")] = None,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", "-n", help="Use only the first tokens.")] = None,
@@ -35,11 +38,11 @@ def command(
     for name, value, least in (("--window", window, 2), ("--max-tokens", max_tokens, 2)):
         need(value is None or value >= least, f"{name} is too small", found=value, needed=f">= {least}")
     with flags.loaded(model, **load) as loaded:
+        if window is not None and window > loaded.context:
+            raise BadArgument("--window exceeds the context", found=window, needed=f"<= {loaded.context}")
         tokens = loaded.tokenize(text, special)[:max_tokens]
         need(len(tokens) >= 2, "the text is too short to score", found=f"{len(tokens)} tokens", needed=">= 2")
         size = min(window or loaded.context, len(tokens))
-        if size > loaded.context:
-            raise BadArgument("--window exceeds the context", found=size, needed=f"<= {loaded.context}")
         began = time.perf_counter()
         predicted, total = 0, 0.0
         parts = [tokens[i : i + size] for i in range(0, len(tokens), size)]

@@ -96,7 +96,9 @@ def _say(verb: str, text: str) -> None:
 
 
 def _reason(error: OSError) -> str:
-    place = f": '{error.filename}'" if error.filename is not None else ""
+    from strata.base.numbers import shown  # here, because numpy takes a moment, which help does not need
+
+    place = f": {shown(str(error.filename))}" if error.filename is not None else ""
     return f"{error.strerror or error}{place}"
 
 

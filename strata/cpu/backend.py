@@ -149,7 +149,12 @@ class CpuBackend:
             message = f"window at position {state.rows} stopped: {ERROR_TEXT.get(code, code)} in op {op.kind}, {where}"
             if code in (NGRAM_TIMEOUT, NGRAM_FAILED):
                 raise self.ngram.failed(message, detail)
-            raise NotFinite(message, found=f"row or expert {detail}", advice="The weights or the file may be damaged.")
+            raise NotFinite(
+                message,
+                found=f"row or expert {detail}",
+                needed="finite numbers",
+                advice="The weights or the file may be damaged.",
+            )
 
     def window(
         self,

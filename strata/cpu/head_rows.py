@@ -262,10 +262,12 @@ def _refuse_token(bad: int, V: int) -> None:
 def _refuse_row(logits: np.ndarray, j: int, modified: bool = False) -> None:
     if modified:
         raise NotFinite(f"after penalties and bias row {j} of the window has an infinite logit or no token left",
-                        needed="finite logits", advice="Use milder penalties or biases.")  # fmt: skip
+                        found="none to choose from", needed="finite logits",
+                        advice="Use milder penalties or biases.")  # fmt: skip
     bad = np.flatnonzero(~np.isfinite(logits[j]))
     raise NotFinite(f"row {j} of the window has logits that are not finite",
-                    found=f"{logits[j, bad[0]]} at id {bad[0]} ({bad.size} of {logits.shape[1]})")  # fmt: skip
+                    found=f"{logits[j, bad[0]]} at id {bad[0]} ({bad.size} of {logits.shape[1]})",
+                    needed="finite logits", advice="The weights or the file may be damaged.")  # fmt: skip
 
 
 def modified_row(logits: np.ndarray, request: HeadRequest, j: int, T: int) -> np.ndarray:
@@ -333,5 +335,6 @@ def most_likely(row: np.ndarray) -> tuple[int, float]:
     """Id of the largest of (V,) float32 logits (ties to the lowest) and its softmax probability; NotFinite for NaN."""
     best, probability = _most_likely(row)
     if best < 0:
-        raise NotFinite("draft logits are not finite", advice="The draft layer's file may be damaged.")
+        raise NotFinite("draft logits are not finite", found=f"{row.max()}", needed="finite logits",
+                        advice="The draft layer's file may be damaged.")  # fmt: skip
     return int(best), float(probability)

@@ -274,8 +274,8 @@ class MissServer:
             thread.start()
         except RuntimeError as error:
             self.close()
-            raise StrataError(f"the service of the CPU's experts did not start: {error}", needed="one thread more",
-                              advice="Use fewer threads.") from error  # fmt: skip
+            raise StrataError("the service of the CPU's experts did not start", found=str(error),
+                              needed="one thread more", advice="Use fewer threads.") from error  # fmt: skip
         service.append(thread)
 
     @staticmethod
@@ -298,8 +298,10 @@ class MissServer:
     def begin_window(self) -> None:
         """Wake the service and the pool, and zero the telemetry; requests are answered until `end_window`."""
         if self.closed:
-            raise Closed("the service of the CPU's experts was closed")
-        need(self._words[IN_FLIGHT // 8] == 0, "a window is in flight already", advice="Call end_window() first.")
+            raise Closed("the service of the CPU's experts was closed", needed="an open one",
+                         advice="Load the model again.")  # fmt: skip
+        need(self._words[IN_FLIGHT // 8] == 0, "a window is in flight already", found="one", needed="none",
+             advice="Call end_window() first.")  # fmt: skip
         self._windows += 1
         self._begin(self._address)
 
@@ -328,8 +330,8 @@ class MissServer:
 
         silence  no reply    status  a reply with the status `value`    delay  a reply `value` us later
         """
-        need(fault in FAULTS, "no such fault", found=fault, needed=", ".join(FAULTS))
-        need(value >= 0 and after >= 0, "a fault's numbers are negative", found=(value, after))
+        need(fault in FAULTS, "no such fault", found=repr(fault), needed=", ".join(FAULTS))
+        need(value >= 0 and after >= 0, "a fault's numbers are negative", found=(value, after), needed="0 or more")
         if fault == "status":
             value = value or EXPERTS_FAILED
         self._words[FAULT_VALUE // 8] = value * 1000 if fault == "delay" else value

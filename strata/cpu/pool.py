@@ -244,6 +244,10 @@ def _close(words: np.ndarray, workers: list[threading.Thread], pid: int, limit_s
     return True
 
 
+def _closed() -> Closed:
+    return Closed("the worker pool was closed", needed="an open one", advice="Load the model again.")
+
+
 class Pool:
     """Threads that share the chunks of one job at a time; see the module text for the protocol.
 
@@ -291,8 +295,8 @@ class Pool:
                     os.sched_setaffinity(worker.native_id, {cpus[k]})
             except (RuntimeError, OSError) as error:
                 self.close()
-                raise StrataError(f"worker {k} of the pool did not start: {error}", needed=f"{threads} threads",
-                                  advice="Use fewer threads.") from error  # fmt: skip
+                raise StrataError(f"worker {k} of the pool did not start", found=str(error),
+                                  needed=f"{threads} threads", advice="Use fewer threads.") from error  # fmt: skip
             workers.append(worker)
 
     @property
@@ -318,7 +322,7 @@ class Pool:
         """Run void function(desc, chunk, n_chunks), given by address (or a `chunk` function), for every chunk."""
         self._process.need("the worker pool")
         if self.closed:
-            raise Closed("the worker pool was closed")
+            raise _closed()
         need(0 <= n_chunks <= FIELD - 2048, "n_chunks is out of range", found=n_chunks, needed="0 to 2^31 - 2049")
         _run(self._address, int(n_chunks), int(getattr(function, "address", function)), int(desc))
 
@@ -326,7 +330,7 @@ class Pool:
         """Get sleeping workers to poll for one spin budget, ahead of work that will come soon."""
         self._process.need("the worker pool")
         if self.closed:
-            raise Closed("the worker pool was closed")
+            raise _closed()
         _wake(self._address)
 
     def stats(self) -> dict[str, int]:

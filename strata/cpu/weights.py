@@ -81,7 +81,7 @@ class Weights:
             if not np.isfinite(values).all():
                 bad = int(np.argmin(np.isfinite(values.reshape(-1))))
                 raise ModelError(
-                    f"tensor {name} holds a non-finite value",
+                    f"{self.tensors.file_name(name)}: tensor {name} holds a non-finite value",
                     found=f"index {bad}",
                     needed="finite numbers",
                     advice="The file is damaged: download it again.",

@@ -7,7 +7,7 @@ queued without waiting: what they read from the host is not written again before
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -228,7 +228,7 @@ class GpuBackend:
         )
         if found.code in (NGRAM_TIMEOUT, NGRAM_FAILED):
             raise self.ngram.failed(message, found.detail)
-        raise NotFinite(message, found=f"row or expert {found.detail}",
+        raise NotFinite(message, found=f"row or expert {found.detail}", needed="finite numbers",
                         advice="The weights or the file may be damaged.")  # fmt: skip
 
     @property
@@ -314,7 +314,7 @@ class GpuBackend:
 
     def prefill_ops(self, state: DeviceState, tokens: np.ndarray, previous: tuple[int, int]) -> dict[str, float]:
         """Read a chunk as `prefill` does, op by op: milliseconds by kind of op, launching and waiting included."""
-        need(self._chunks is not None, "this model reads prompts by windows")
+        need(self._chunks is not None, "no chunks to time", found='prefill="windows"', needed='prefill="auto"')
         self._bind(state)
         times = self._chunks.run_timed(tokens, previous, state.rows)
         state.rows += len(tokens)
@@ -389,12 +389,11 @@ class GpuBackend:
         self._closed = True
         if self.ngram is not None:
             self.ngram.close()  # before the memory it fills is gone
-        with self.device.current():
+        with self.device.current(), ExitStack() as last:
+            for part in (self.device, self.store, self.uploader):  # the last one first, also if the device has failed
+                last.callback(part.close)
             if self.hybrid:
                 self.hybrid.close()
             self._graphs.clear()  # they hold memory of the device
             self.device.synchronize()
-            self.uploader.close()
-            self.store.close()
-            self.device.close()
         let_go(self)

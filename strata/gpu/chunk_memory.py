@@ -69,23 +69,23 @@ class Area:
     spans: list[tuple[int, int]] = field(default_factory=list)
     start: int = 0
 
+    @property
+    def when(self) -> int:
+        """The ops at which it is in use, a bit for each."""
+        bits = 0
+        for first, last in self.spans:
+            bits |= (2 << last) - (1 << first)
+        return bits
+
     def meets(self, other: Area) -> bool:
-        """Whether both are in use at the same time; spans are in order."""
-        i = j = 0
-        while i < len(self.spans) and j < len(other.spans):
-            a, b = self.spans[i], other.spans[j]
-            if a[0] <= b[1] and b[0] <= a[1]:
-                return True
-            if a[1] < b[1]:
-                i += 1
-            else:
-                j += 1
-        return False
+        """Whether both are in use at the same time."""
+        return bool(self.when & other.when)
 
 
 def meetings(areas: Sequence[Area]) -> list[set[int]]:
     """For each area the numbers of those that are in use at some time when it is, its own included."""
-    return [{i for i, b in enumerate(areas) if a.meets(b)} for a in areas]
+    when = [area.when for area in areas]
+    return [{i for i, other in enumerate(when) if own & other} for own in when]
 
 
 def place(areas: Sequence[Area], met: Sequence[set[int]] | None = None) -> int:
@@ -93,18 +93,18 @@ def place(areas: Sequence[Area], met: Sequence[set[int]] | None = None) -> int:
 
     met: their `meetings`, if they are known. Returns the bytes of the arena.
     """
-    placed: list[int] = []
+    placed: dict[int, tuple[int, int]] = {}
     end = 0
     met = meetings(areas) if met is None else met
     for i in sorted(range(len(areas)), key=lambda i: (-areas[i].n_bytes, areas[i].name)):
-        area, beside = areas[i], [areas[j] for j in placed if j in met[i]]
+        area, n_bytes = areas[i], aligned(areas[i].n_bytes)
         area.start = 0
-        for start, stop in sorted((p.start, p.start + aligned(p.n_bytes)) for p in beside):
-            if area.start + aligned(area.n_bytes) <= start:
+        for start, stop in sorted([placed[j] for j in met[i] if j in placed]):
+            if area.start + n_bytes <= start:
                 break
             area.start = max(area.start, stop)
-        placed.append(i)
-        end = max(end, area.start + aligned(area.n_bytes))
+        placed[i] = area.start, area.start + n_bytes
+        end = max(end, placed[i][1])
     return end
 
 

@@ -78,9 +78,17 @@ def arena_of(
     program: Program, memory: Memory, weights: Weights, context: int, stream: ExpertStream | None = None
 ) -> ChunkMemory:
     """The measured arena of a chunk program; its weights are noted."""
+    arena = _asked_for(program, memory, weights, context, stream)
+    arena.measured()
+    return arena
+
+
+def _asked_for(
+    program: Program, memory: Memory, weights: Weights, context: int, stream: ExpertStream | None
+) -> ChunkMemory:
+    """What a chunk program asks for; nothing has its place yet."""
     arena = ChunkMemory(program, memory)
     ChunkLowering(program, arena, weights, context, program.T, stream).run(CHUNK_LOWERING)
-    arena.measured()
     return arena
 
 
@@ -148,4 +156,4 @@ def _areas(program: Program, weights: Weights, stream: ExpertStream | None) -> l
     memory = Memory([program])
     for name in [b.name for b in program.buffers.values() if b.role == "table"] + ["ngram.ticket"]:
         memory.add_table(name, MADE_UP)
-    return arena_of(program, memory, weights, _context(program), stream).areas
+    return _asked_for(program, memory, weights, _context(program), stream).areas

@@ -161,6 +161,7 @@ def lower_experts(c: ChunkLowering, op: Op) -> None:
         if not format.group:
             raise ModelError(
                 f"layer {op.layer} has experts in {format.name}",
+                found="a float format",
                 needed="a quantised format, to read prompts in chunks",
                 advice='Load with prefill="windows".',
             )

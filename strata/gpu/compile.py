@@ -144,7 +144,9 @@ def _compile(source: Source, text: str, headers: dict[str, str], arch: int, opti
             nvrtc.compileProgram(program, (f"-arch=sm_{arch}", *options))
         except nvrtc.NVRTCError as error:
             log = nvrtc.getProgramLog(program)
-            raise StrataError(f"{source.file} does not compile for sm_{arch}", found=log or str(error)) from error
+            raise StrataError(f"{source.file} does not compile for sm_{arch}", found=log or str(error),
+                              needed=f"an NVRTC that compiles for sm_{arch}",
+                              advice="Install CuPy for the driver's CUDA version, or report this.") from error
         lowered = {name: _text(nvrtc.getLoweredName(program, name)) for name in source.instances}
         return Binary(nvrtc.getCUBIN(program), lowered, nvrtc.getProgramLog(program))
     finally:

@@ -18,9 +18,10 @@ from strata.base.errors import DoesNotFit, NoDevice, StrataError, need
 from strata.base.progress import COMPILING, report
 from strata.gpu.capture import Capture
 from strata.gpu.compile import compile_source
-from strata.gpu.driver_calls import DriverCalls
+from strata.gpu.driver_calls import DriverCalls, told
 from strata.gpu.early_launch import EarlyLaunches
 from strata.gpu.launch import Launch, Source
+from strata.gpu.presence import import_cupy
 
 ALIGN = 256
 PAGE_BYTES = 2 << 20
@@ -29,6 +30,7 @@ SURE_SHARED_BYTES = 32 << 10
 """Dynamic shared memory that needs no leave of the driver: 48 KiB less what kernels have of their own."""
 LEAST_RING_ARCH = 80
 """From here on kernels have the rings of `Launch.ring_bytes`."""
+LOAD_LESS = "Close what else uses the device, or load with a smaller context, fewer sessions or fewer slots."
 HELD_WAIT_S = 0.0003
 """How long a wait for the device keeps the interpreter's lock: as long as a head takes. See driver_calls."""
 MAIN, COPY_STREAMS = 0, (1, 2)
@@ -36,7 +38,7 @@ MAIN, COPY_STREAMS = 0, (1, 2)
 
 
 class Device(Protocol):
-    """Memory and launches. Addresses are ints, multiples of 256."""
+    """Memory and launches. Addresses are ints, multiples of 256. Calls raise StrataError if the device fails."""
 
     name: str
     can_read_host: bool
@@ -109,48 +111,6 @@ class Device(Protocol):
     def close(self) -> None: ...
 
 
-def import_cupy() -> Any:
-    """CuPy, or NoDevice saying how to get it."""
-    try:
-        import cupy
-    except ImportError as error:
-        raise NoDevice(
-            "the GPU backend needs CuPy",
-            found=str(error),
-            needed="CuPy for the CUDA version of the driver",
-            advice="pip install 'strata[cuda12]' or 'strata[cuda13]'.",
-        ) from error
-    return cupy
-
-
-LEAST_CAPABILITY = (7, 5)
-
-
-def cuda_problem(index: int, capability: tuple[int, int] | None) -> StrataError | None:
-    """Why this process cannot compute on CUDA device `index`, or None. Makes no context on it."""
-    if capability is not None and capability < LEAST_CAPABILITY:
-        return NoDevice(
-            f"CUDA device {index} is too old",
-            found="compute capability {}.{}".format(*capability),
-            needed="{}.{} or newer".format(*LEAST_CAPABILITY),
-            advice='Load with device="cpu".',
-        )
-    try:
-        cp = import_cupy()
-    except StrataError as error:
-        return error
-    try:
-        count = cp.cuda.runtime.getDeviceCount()
-    except cp.cuda.runtime.CUDARuntimeError as error:
-        return NoDevice("CuPy finds no CUDA device", found=str(error), needed="an NVIDIA GPU and its driver",
-                        advice="`strata doctor` shows devices and driver.")  # fmt: skip
-    if index >= count:
-        return NoDevice(f"CuPy finds no CUDA device {index}", found=f"{count} devices",
-                        needed=f"{index + 1} or more that CUDA_VISIBLE_DEVICES does not hide",
-                        advice="`strata doctor` shows devices and driver.")  # fmt: skip
-    return None
-
-
 def take_rest(rests: list[tuple[int, int]], n_bytes: int) -> int:
     """The address of n_bytes in the smallest rest that has them, which shrinks; 0 if none has."""
     fitting = [(size, i) for i, (_, size) in enumerate(rests) if size >= n_bytes]
@@ -173,20 +133,20 @@ class CupyDevice:
             self._device = cp.cuda.Device(index)
             self._device.use()
             major, minor = int(self._device.compute_capability[:-1]), int(self._device.compute_capability[-1])
+            self.stream = cp.cuda.Stream(non_blocking=True)
+            self._copy_streams = [cp.cuda.Stream(non_blocking=True) for _ in COPY_STREAMS]
         except self._runtime.CUDARuntimeError as error:
             raise NoDevice(
                 f"CUDA device {index} cannot be used",
                 found=str(error),
-                needed="a device and a driver that the installed CuPy supports",
+                needed="a device with memory for CUDA's own, and a driver that the installed CuPy supports",
                 advice="`strata doctor` shows devices and driver.",
             ) from error
         self.arch = 10 * major + minor
         properties = self._runtime.getDeviceProperties(index)
         name = properties["name"]
         self.name = name.decode() if isinstance(name, bytes) else str(name)
-        self.stream = cp.cuda.Stream(non_blocking=True)
         self.limit_bytes, self.taken_bytes = limit_bytes, 0
-        self._copy_streams = [cp.cuda.Stream(non_blocking=True) for _ in COPY_STREAMS]
         self.can_read_host = self._has("HostRegisterSupported") and self._has("CanUseHostPointerForRegisteredMem")
         self.registers_read_only = self._has("HostRegisterReadOnlySupported")
         self._registered: dict[int, int] = {}
@@ -211,6 +171,7 @@ class CupyDevice:
 
     # ---- memory
 
+    @told
     def alloc(self, n_bytes: int) -> int:
         n_bytes = -(-max(n_bytes, 1) // ALIGN) * ALIGN
         within = self.limit_bytes is None or n_bytes <= self.limit_bytes - self.taken_bytes
@@ -224,25 +185,30 @@ class CupyDevice:
         free = self._runtime.memGetInfo()[0]
         room = free if self.limit_bytes is None else min(free, self.limit_bytes - self.taken_bytes)
         if n_bytes > room:
-            raise DoesNotFit("the device has too little memory left", found=f"{room} bytes", needed=f"{n_bytes} bytes")
+            raise DoesNotFit("the device has too little memory left", found=f"{room:,} bytes",
+                             needed=f"{n_bytes:,} bytes", advice=LOAD_LESS)  # fmt: skip
         whole = -(-n_bytes // PAGE_BYTES) * PAGE_BYTES
         try:
             memory = self._cupy.cuda.Memory(whole)
         except (self._runtime.CUDARuntimeError, MemoryError) as error:
-            found = f"{free} bytes, in pieces: {error}"
-            raise DoesNotFit("the device refuses memory", found=found, needed=f"{n_bytes} bytes") from error
+            raise DoesNotFit("the device refuses memory", found=f"{free:,} bytes, in pieces: {error}",
+                             needed=f"{n_bytes:,} bytes", advice=LOAD_LESS) from error  # fmt: skip
         self._kept.append(memory)
         self._rests.append((int(memory.ptr) + n_bytes, whole - n_bytes))
         return int(memory.ptr)
 
     def host(self, n_bytes: int) -> np.ndarray:
         # Not from CuPy's pool, which keeps for the life of the process what was ever taken from it.
-        memory = self._cupy.cuda.PinnedMemory(n_bytes, self._runtime.hostAllocPortable)
+        try:
+            memory = self._cupy.cuda.PinnedMemory(n_bytes, self._runtime.hostAllocPortable)
+        except self._runtime.CUDARuntimeError as error:
+            raise self._not_pinned(n_bytes, error) from error
         array = np.frombuffer(self._cupy.cuda.PinnedMemoryPointer(memory, 0), np.uint8, n_bytes)
         self._kept.append(memory)
         array[:] = 0
         return array
 
+    @told
     def upload(self, address: int, array: np.ndarray) -> None:
         assert array.flags.c_contiguous
         if array.nbytes:
@@ -250,12 +216,14 @@ class CupyDevice:
             self._runtime.memcpyAsync(address, array.ctypes.data, array.nbytes, 1, self.stream.ptr)
             self.stream.synchronize()
 
+    @told
     def download(self, address: int, array: np.ndarray) -> None:
         assert array.flags.c_contiguous
         if array.nbytes:
             self._runtime.memcpyAsync(array.ctypes.data, address, array.nbytes, 2, self.stream.ptr)
         self.stream.synchronize()
 
+    @told
     def clear(self, address: int, n_bytes: int) -> None:
         if n_bytes:
             self._runtime.memsetAsync(address, 0, n_bytes, self.stream.ptr)
@@ -269,17 +237,20 @@ class CupyDevice:
         if n_bytes:
             self._calls.copy(address, source, n_bytes, self._stream(stream).ptr)
 
+    @told
     def record(self, stream: int = MAIN, timed: bool = False) -> Any:
         event = self._cupy.cuda.Event(disable_timing=not timed)
         self._calls.record(event.ptr, self._stream(stream).ptr)
         return event
 
+    @told
     def elapsed_ms(self, first: Any, second: Any) -> float:
         return float(self._cupy.cuda.get_elapsed_time(first, second))
 
     def done(self, event: Any) -> bool:
         return self._calls.event_passed(event.ptr)
 
+    @told
     def wait(self, event: Any) -> None:
         if not self._calls.event_passed(event.ptr):  # most have, and CuPy's call gives the interpreter's lock away
             event.synchronize()
@@ -291,18 +262,23 @@ class CupyDevice:
 
     def register(self, address: int, n_bytes: int, read_only: bool = False) -> None:
         need(self.can_read_host and (self.registers_read_only or not read_only), "this device registers such memory",
-             found=f"{self.name}, read_only={read_only}")  # fmt: skip
+             found=f"{self.name}, read_only={read_only}", needed="a device that does")  # fmt: skip
         try:
             self._runtime.hostRegister(address, n_bytes, 8 if read_only else 0)
         except self._runtime.CUDARuntimeError as error:
-            raise DoesNotFit(
-                "the system does not pin this memory for the device",
-                found=str(error),
-                needed=f"{n_bytes} bytes",
-                advice="Let the device use less host memory, or raise the limit of locked memory.",
-            ) from error
+            raise self._not_pinned(n_bytes, error) from error
         self._registered[address] = n_bytes
 
+    @staticmethod
+    def _not_pinned(n_bytes: int, error: Exception) -> DoesNotFit:
+        return DoesNotFit(
+            "the system does not pin this memory for the device",
+            found=str(error),
+            needed=f"{n_bytes:,} bytes",
+            advice="Let the device use less host memory, or raise the limit of locked memory.",
+        )
+
+    @told
     def unregister(self, address: int) -> None:
         del self._registered[address]
         self._runtime.hostUnregister(address)
@@ -340,14 +316,17 @@ class CupyDevice:
             prepared.append((function, launch))
         return prepared
 
+    @told
     def run(self, launches: Sequence[Launch], stream: int = MAIN) -> None:
         for function, one in self._prepare(launches):
             at = self._stream(stream).ptr
             self._calls.launch(function.ptr, one.grid, one.block, one.args, one.shared_bytes, at)
 
+    @told
     def prepare(self, launches: Sequence[Launch]) -> None:
         self._prepare(launches)
 
+    @told
     def graph(self, launches: Sequence[Launch]) -> Callable[[], None]:
         prepared = self._prepare(launches)  # loading a module is not allowed while a stream is captured
         self._capture.open_streams(launches)
@@ -369,6 +348,7 @@ class CupyDevice:
             graph.upload(self.stream)
         return graph
 
+    @told
     def synchronize(self) -> None:
         until = time.perf_counter() + HELD_WAIT_S
         while time.perf_counter() < until:
@@ -376,19 +356,22 @@ class CupyDevice:
                 return
         self.stream.synchronize()
 
+    @told
     def close(self) -> None:
         """Free everything, but for host memory that arrays of `host` still show. What queued work uses is freed when it
         has ended."""
-        for stream in (self.stream, *self._copy_streams):
-            stream.synchronize()
-        for address in list(self._registered):
-            self.unregister(address)
-        self._functions.clear()
-        self._shared_bytes.clear()
-        self._rests.clear()
-        self._kept.clear()
-        self._capture.close()
-        self.taken_bytes = 0
+        try:
+            for stream in (self.stream, *self._copy_streams):
+                stream.synchronize()
+            for address in list(self._registered):
+                self.unregister(address)
+        finally:
+            self._functions.clear()
+            self._shared_bytes.clear()
+            self._rests.clear()
+            self._kept.clear()
+            self._capture.close()
+            self.taken_bytes = 0
 
 
 def required_device(what: str, index: int = 0) -> CupyDevice:

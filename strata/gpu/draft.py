@@ -207,7 +207,8 @@ class GpuDraft:
         self._made += n
         ids, probabilities = made["id"].tolist(), made["probability"].tolist()
         if min(ids) < 0:
-            raise NotFinite("draft logits are not finite", advice="The draft layer's file may be damaged.")
+            raise NotFinite("draft logits are not finite", found=f"draft {ids.index(min(ids))} of {n}",
+                            needed="finite numbers", advice="The draft layer's file may be damaged.")  # fmt: skip
         return ids, probabilities
 
     def close(self) -> None:

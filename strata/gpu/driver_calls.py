@@ -12,7 +12,7 @@ import struct
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_char, c_int, c_size_t, c_uint, c_uint64, c_void_p
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,25 @@ def driver_library(kind: type[ctypes.CDLL], calls: Mapping[str, Sequence[Any]]) 
     return library
 
 
+def device_error(found: str) -> StrataError:
+    """Of a device that refuses a call, or failed in work that was queued before it."""
+    return StrataError("the device does not do what it was asked", found=found, needed="no error",
+                       advice="Load the model again; `strata doctor` shows devices and driver.")  # fmt: skip
+
+
+def told(method: Callable) -> Callable:
+    """Decorator: what CuPy raises for such a device becomes `device_error`."""
+
+    @wraps(method)
+    def call(*given: Any, **named: Any) -> Any:
+        try:
+            return method(*given, **named)
+        except RuntimeError as error:  # what all of CuPy's own are
+            raise device_error(str(error)) from error
+
+    return call
+
+
 class DriverCalls:
     """The driver's library, for the context that the calling thread has. Streams, events, graphs and functions are
     addresses, as CuPy's `.ptr` gives them."""
@@ -83,8 +102,7 @@ class DriverCalls:
 
     @staticmethod
     def _failed(name: str, code: int) -> StrataError:
-        return StrataError("the device does not do what it was asked", found=f"CUDA error {code} in {name}",
-                           advice="Load the model again; `strata doctor` shows devices and driver.")  # fmt: skip
+        return device_error(f"CUDA error {code} in {name}")
 
     def graph(self, graph: int, stream: int) -> Callable[[], None]:
         """A call that launches a graph."""

@@ -160,7 +160,8 @@ class EarlyFunction:
                               ctypes.pointer(attribute), 1)  # fmt: skip
         code = driver().cuLaunchKernelEx(ctypes.byref(config), self._function.ptr, places, None)
         if code:
-            raise Refused("the driver does not let a kernel start early", found=_error_text(code))
+            raise Refused("the driver does not let a kernel start early", found=_error_text(code),
+                          needed=f"a driver for CUDA {LEAST_DRIVER // 1000} or newer")  # fmt: skip
 
 
 Prepared = list[tuple[Any, Launch]]
@@ -199,7 +200,8 @@ class EarlyLaunches:
 
     def _refused(self) -> None:
         if REFUSAL_IS_ERROR:
-            raise Refused("kernels cannot start early", found=self.refusal, advice=f"Set START_EARLY to {OFF}.")
+            raise Refused("kernels cannot start early", found=self.refusal, needed="a device and a driver that can",
+                          advice=f"Set START_EARLY to {OFF}.")  # fmt: skip
         if not self._logged:
             self._logged = True
             level = logging.INFO if self._arch < LEAST_ARCH else logging.WARNING  # nobody expects it of older devices

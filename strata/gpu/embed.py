@@ -26,7 +26,8 @@ def embed(
 
     w: address of V rows of blocks, row_bytes apart; grid and signs: addresses of `tables`, 0 where there are none.
     """
-    need(format.ggml_id in LOOKUP_FORMATS, f"rows of {format.name} cannot be looked up")
+    need(format.ggml_id in LOOKUP_FORMATS, f"rows of {format.name} cannot be looked up", found=format.name,
+         needed="a type that products take")  # fmt: skip
     need((grid != 0) == (tables(format) is not None), f"tables of {format.name}")
     args = (pointer(tokens), pointer(w), i64(row_bytes), pointer(grid), pointer(signs), pointer(y), i32(C), i32(D),
             i32(V), pointer(error), where)  # fmt: skip

@@ -174,7 +174,8 @@ class ExpertStore:
         try:
             self._arena = mmap.mmap(-1, n_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError) as error:
-            raise DoesNotFit("memory for the experts", found=str(error), needed=f"{n_bytes} bytes") from error
+            raise DoesNotFit("the system has no memory for the experts", found=str(error), needed=f"{n_bytes:,} bytes",
+                             advice='Close other programs, or load with experts="mapped".') from error  # fmt: skip
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._arena.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = np.frombuffer(self._arena, np.uint8)
@@ -228,7 +229,7 @@ class ExpertStore:
 
     def _need_open(self) -> None:
         if self._closed:
-            raise Closed("the store of experts was closed")
+            raise Closed("the store of experts was closed", needed="an open one", advice="Load the model again.")
 
     def close(self) -> None:
         """Unpin and give memory back; nothing that reads it may be queued. May be called twice."""

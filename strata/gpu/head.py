@@ -131,6 +131,7 @@ class Head:
                 if status[j] >= 0 or values[j, 0] == -np.inf:
                     raise NotFinite(
                         f"after penalties and bias row {j} of the window has an infinite logit or no token left",
+                        found=f"{values[j, 0]} as the largest of them",
                         needed="finite logits",
                         advice="Use milder penalties or biases.",
                     )
@@ -143,7 +144,8 @@ class Head:
     def _refuse(self, j: int, token: int) -> None:
         value = np.empty(1, np.float32)
         self.device.download(self._logits + 4 * (j * self.V + token), value)
-        raise NotFinite(f"row {j} of the window has logits that are not finite", found=f"{value[0]} at id {token}")
+        raise NotFinite(f"row {j} of the window has logits that are not finite", found=f"{value[0]} at id {token}",
+                        needed="finite numbers", advice="The weights or the file may be damaged.")  # fmt: skip
 
     def _known(self, tokens: np.ndarray) -> None:
         bad = tokens[(tokens < 0) | (tokens >= self.V)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from strata.base.errors import StrataError
-from strata.gpu.device import import_cupy
+from strata.gpu.presence import import_cupy
 
 BLOCK_BYTES = 256 << 20
 TURNS = 4

@@ -362,6 +362,7 @@ class ExpertSlots:
                 raise StrataError(
                     f"slot 0 of layer {layer} does not hold what was uploaded",
                     found=f"another byte {at} in {PARTS[part]} of expert {expert}",
+                    needed="the file's bytes",
                     advice="The device or its memory may be faulty.",
                 )
 

@@ -66,6 +66,7 @@ def lower_split(c: Lowering, op: Op, split: Split) -> None:
         if not format.group:
             raise ModelError(
                 f"layer {layer} has experts in {format.name}",
+                found="a float format",
                 needed="a quantised format, to hold a part of them on the device",
                 advice="Use a quantised file, or a device that holds all experts.",
             )

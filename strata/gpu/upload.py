@@ -180,9 +180,11 @@ class Uploader:
     def close(self) -> None:
         """Wait for what is under way and end the threads; what was queued but not sent is dropped."""
         self._open = None
-        self.finish()
-        if self._pool is not None:
-            self._pool.shutdown()
+        try:
+            self.finish()
+        finally:
+            if self._pool is not None:
+                self._pool.shutdown()
 
     # ---- the ring
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from strata.base.errors import BadArgument, ModelError, need
+from strata.base.errors import BadArgument, ModelError, about, need
 from strata.pack.formats import BlockFormat
-from strata.pack.gguf_file import GgufFile, TensorInfo
+from strata.pack.gguf_file import AGAIN, GgufFile, TensorInfo
 
 PARTS = ("gate", "up", "down")
 
@@ -98,8 +98,9 @@ class ExpertLayout:
         """The same experts with (L, E, 3) int64 `addresses` of gate, up and down: a view, which whoever owns it may
         change. `raw` still reads the mapping."""
         need(addresses.shape == (self.n_layers, self.E, len(PARTS)) and addresses.dtype == np.int64
-             and addresses.flags.c_contiguous, "addresses of experts", found=f"{addresses.dtype} {addresses.shape}",
-             needed=f"int64 ({self.n_layers}, {self.E}, {len(PARTS)})")  # fmt: skip
+             and addresses.flags.c_contiguous, "addresses of experts have another form",
+             found=f"{addresses.dtype} {addresses.shape}",
+             needed=f"int64 ({self.n_layers}, {self.E}, {len(PARTS)}), C order")  # fmt: skip
         other = ExpertLayout(self._gguf, self.layers, self.E, self.F, self.D)
         other._addresses = addresses
         return other
@@ -123,9 +124,13 @@ class ExpertLayout:
     def raw(self, layer: int, e: int, part: str) -> np.ndarray:
         """Read-only uint8 view (rows, row_bytes) of one matrix; part is "gate", "up" or "down"."""
         if part not in PARTS:
-            raise BadArgument("part of an expert", found=part, needed=", ".join(PARTS))
+            raise BadArgument("an expert has no such part", found=repr(part), needed=", ".join(PARTS))
         if not (0 <= layer < self.n_layers and 0 <= e < self.E):
-            raise BadArgument("expert", found=f"({layer}, {e})", needed=f"below ({self.n_layers}, {self.E})")
+            raise BadArgument(
+                "no such expert",
+                found=f"layer {layer}, expert {e}",
+                needed=f"layer 0..{self.n_layers - 1}, expert 0..{self.E - 1}",
+            )
         p = self.layers[layer].projections[PARTS.index(part)]
         row_bytes = p.n_bytes // p.rows
         first = (p.skip_bytes + e * p.stride_bytes) // row_bytes
@@ -147,7 +152,12 @@ def expert_layout(gguf: GgufFile, n_layers: int) -> ExpertLayout:
     addresses and views then need the data.
     """
     if n_layers < 1:
-        raise BadArgument("layers", found=n_layers, needed="at least 1")
+        raise BadArgument("too few layers with experts", found=n_layers, needed="at least 1")
+    with about(gguf.path.name, AGAIN):
+        return _layout(gguf, n_layers)
+
+
+def _layout(gguf: GgufFile, n_layers: int) -> ExpertLayout:
     routers = [_tensor(gguf, l, "ffn_gate_inp.weight", 2) for l in range(n_layers)]
     E = _same([t.shape[0] for t in routers], "experts (router rows)")
     D = _same([t.shape[1] for t in routers], "hidden size (router columns)")
@@ -164,7 +174,11 @@ def _layer(gguf: GgufFile, l: int, E: int, D: int) -> LayerExperts:
     if merged in gguf.tensors:
         for part in ("gate", "up"):
             if (single := f"blk.{l}.ffn_{part}_exps.weight") in gguf.tensors:
-                raise ModelError(f"layer {l}", found=f"both '{merged}' and '{single}'", needed="one of them")
+                raise ModelError(
+                    f"layer {l} has gate and up experts twice",
+                    found=f"both '{merged}' and '{single}'",
+                    needed="one of them",
+                )
         both = gguf.info(merged)
         _need_shape(both, (E, 2 * F, D))
         half = both.n_bytes // E // 2
@@ -186,7 +200,7 @@ def _projection(gguf: GgufFile, l: int, part: str, tensor: TensorInfo, rows: int
     if scale is not None:
         _need_shape(scale, (E,))
         if scale.format.name != "F32":
-            raise ModelError(f"type of tensor '{scale.name}'", found=scale.format.name, needed="F32")
+            raise ModelError(f"tensor '{scale.name}' has another type", found=scale.format.name, needed="F32")
     n_bytes = rows * tensor.row_bytes
     return Projection(tensor, rows, tensor.shape[2], skip_bytes, tensor.n_bytes // E, n_bytes, scale)
 
@@ -194,13 +208,13 @@ def _projection(gguf: GgufFile, l: int, part: str, tensor: TensorInfo, rows: int
 def _tensor(gguf: GgufFile, l: int, suffix: str, axes: int) -> TensorInfo:
     tensor = gguf.info(f"blk.{l}.{suffix}")
     if len(tensor.shape) != axes:
-        raise ModelError(f"shape of tensor '{tensor.name}'", found=tensor.shape, needed=f"{axes} axes")
+        raise ModelError(f"tensor '{tensor.name}' has another shape", found=tensor.shape, needed=f"{axes} axes")
     return tensor
 
 
 def _need_shape(tensor: TensorInfo, shape: tuple[int, ...]) -> None:
     if tensor.shape != shape:
-        raise ModelError(f"shape of tensor '{tensor.name}'", found=tensor.shape, needed=shape)
+        raise ModelError(f"tensor '{tensor.name}' has another shape", found=tensor.shape, needed=shape)
 
 
 def _same(values: list[int], what: str) -> int:

@@ -223,7 +223,8 @@ def by_name(name: str) -> BlockFormat:
     """The format called `name`, as "Q4_K"; BadArgument otherwise."""
     found = _BY_NAME.get(name)
     if found is None:
-        raise BadArgument(f"no block format is called {name!r}", needed="one of " + ", ".join(sorted(_BY_NAME)))
+        needed = "one of " + ", ".join(sorted(_BY_NAME))
+        raise BadArgument(f"no block format is called {name!r}", found=repr(name), needed=needed)
     return found
 
 
@@ -235,5 +236,6 @@ def format_of(ggml_id: int, what: str = "") -> BlockFormat:
             f"tensor type {ggml_id} is not supported" + (f" ({what})" if what else ""),
             found=f"ggml type {ggml_id}",
             needed="one of " + ", ".join(f"{f.name} ({f.ggml_id})" for f in _ALL),
+            advice="Take a release of the model in these types; if this file should be one, download it again.",
         )
     return found

@@ -11,11 +11,14 @@ import numpy as np
 
 from strata.base.errors import Closed, FileError, ModelError, need
 from strata.pack.gguf_header import Header, TensorInfo, read_header
-from strata.pack.gguf_metadata import Metadata
+from strata.pack.gguf_metadata import DAMAGED, Metadata
 
 __all__ = ["GgufFile", "Metadata", "Shard", "TensorInfo", "model_file", "shard_paths"]
 
 _SHARD_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+
+AGAIN = "Is this the whole, unchanged model? Download or convert it again."
+"""What to do about a well-formed file that lacks something."""
 
 SMALLEST_SHARD_BYTES = 24
 """Header of a file without keys and tensors."""
@@ -54,7 +57,8 @@ def model_file(path: str | Path, named: str = "path") -> Path:
     try:
         folder = path.is_dir()
     except OSError as error:  # a name that no file system takes
-        raise FileError(f"{named} cannot be looked at", found=f"{path.name[:60]!r}: {error.strerror}") from None
+        found = f"{path.name[:60]!r}: {error.strerror}"
+        raise FileError(f"{named} cannot be looked at", found=found, needed="the path of a GGUF file") from None
     if not folder:
         return path
     later = {p for p in path.glob("*-of-*.gguf") if not p.stem.rsplit("-of-", 1)[0].endswith("-00001")}
@@ -63,7 +67,7 @@ def model_file(path: str | Path, named: str = "path") -> Path:
         raise FileError(
             f"'{path}', the folder that {named} names, does not hold one model",
             found=", ".join(p.name for p in models[:6]) or "none",
-            needed="one",
+            needed="one GGUF model",
             advice="Name a file.",
         )
     return models[0]
@@ -77,7 +81,12 @@ def shard_paths(path: str | Path) -> list[Path]:
         return [path]
     number, count = int(match["number"]), int(match["count"])
     if not 1 <= number <= count:
-        raise FileError(f"shard number of '{path.name}'", found=f"{number} of {count}", needed=f"1 to {count}")
+        raise FileError(
+            f"the name of '{path.name}' has an impossible shard number",
+            found=f"{number} of {count}",
+            needed=f"1 to {count}",
+            advice="Give the shard the name it had in its release.",
+        )
     return [path.with_name(f"{match['stem']}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)]
 
 
@@ -114,7 +123,7 @@ class GgufFile:
         self.shards = [
             Shard(h.path, h.file_bytes, h.data_start, len(h.tensors), h.metadata, h.data_end) for h in headers
         ]
-        self.metadata = Metadata([(h.content, h.entries) for h in headers])
+        self.metadata = Metadata([(h.content, h.entries, h.path.name) for h in headers])
         self.architecture = self.metadata.need_str("general.architecture", "")
 
     def _open_all(self, paths: list[Path]) -> list[Header]:
@@ -128,7 +137,7 @@ class GgufFile:
                         needed="every shard in one folder" if len(paths) > 1 else "a GGUF file",
                         advice="Download the shards of one release side by side and keep their names."
                         if len(paths) > 1
-                        else None,
+                        else "Is the path spelled right?",
                     )
                 self.missing_shards.append(path)
                 self.missing_bytes += SMALLEST_SHARD_BYTES
@@ -144,8 +153,8 @@ class GgufFile:
                     other = headers[self.tensors[tensor.name].shard].path.name
                     raise FileError(
                         f"tensor '{tensor.name}' is in two shards",
-                        found=f"{other} and {path.name}",
-                        needed="one",
+                        found=f"'{other}' and '{path.name}'",
+                        needed="each tensor once",
                         advice="The shards belong to different models.",
                     )
                 self.tensors[tensor.name] = tensor
@@ -159,7 +168,7 @@ class GgufFile:
         if needed < 0 or found == needed or (self.missing_shards and found < needed):
             return
         raise FileError(
-            f"tensors in the shards of '{headers[0].path.name}'",
+            f"the shards of '{headers[0].path.name}' have another number of tensors",
             found=found,
             needed=f"{needed} by key 'split.tensors.count'",
             advice="The shards belong to different models.",
@@ -176,11 +185,24 @@ class GgufFile:
         """The tensor's record; ModelError naming it if it is absent or differs from `shape` (numpy order)."""
         tensor = self.tensors.get(name)
         if tensor is None:
-            advice = f"A shard is missing: '{self.missing_shards[0]}'." if self.missing_shards else None
-            raise ModelError(f"tensor '{name}'", found="no such tensor", needed="it in the file", advice=advice)
+            raise ModelError(
+                f"{self.path.name}: tensor '{name}' is missing",
+                found="no such tensor",
+                needed="it in the file or one of its shards",
+                advice=self.missing_advice,
+            )
         if shape is not None and tensor.shape != tuple(shape):
-            raise ModelError(f"shape of tensor '{name}'", found=tensor.shape, needed=tuple(shape))
+            raise ModelError(
+                f"{self.path.name}: tensor '{name}' has another shape", found=tensor.shape, needed=tuple(shape)
+            )
         return tensor
+
+    @property
+    def missing_advice(self) -> str:
+        """What to do where a tensor is not there."""
+        if self.missing_shards:
+            return f"A shard is missing: '{self.missing_shards[0]}'."
+        return AGAIN
 
     def raw(self, name: str) -> np.ndarray:
         """Read-only uint8 view onto the mapping, no copy: (rows, row_bytes), or (n_bytes,) for up to one axis.
@@ -240,15 +262,16 @@ class GgufFile:
         file_bytes = len(self._mappings[tensor.shard])
         if tensor.offset + tensor.n_bytes > file_bytes:
             raise FileError(
-                f"data of tensor '{name}' is missing",
+                f"data of tensor '{name}' is missing in '{self.shards[tensor.shard].path.name}'",
                 found=f"a file of {file_bytes} bytes",
                 needed=f"{tensor.offset + tensor.n_bytes} bytes",
+                advice="Download the rest of the file.",
             )
         return tensor
 
     def _need_open(self) -> None:
         if self._closed:
-            raise Closed(f"the file '{self.path}' was closed")
+            raise Closed(f"the file '{self.path}' was closed", needed="an open file", advice="Open it again.")
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -275,12 +298,12 @@ class GgufFile:
 
 def _map(path: Path) -> mmap.mmap:
     if not path.is_file():  # a pipe would block, a device has no end
-        raise FileError(f"cannot open '{path}'", found="no regular file", needed="a GGUF file")
+        raise FileError(f"cannot open '{path}'", found="no regular file", needed="a GGUF file on disk")
     try:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except ValueError:
-        raise FileError(f"'{path}' is empty", found="0 bytes", needed="a GGUF file") from None
+        raise FileError(f"'{path}' is empty", found="0 bytes", needed="a GGUF file", advice=DAMAGED) from None
     except OSError as error:
         raise FileError(f"cannot open '{path}'", found=error.strerror, needed="a readable GGUF file") from error
 
@@ -293,7 +316,7 @@ def _check_split(header: Header, first: Header, index: int, count: int) -> None:
         # A file that was never split may say 0 parts.
         if key in own and (found := own.need_int(key)) != needed and (count, found) != (1, 0):
             raise FileError(
-                f"key '{key}' of '{name}' does not fit its name", found=found, needed=needed, advice=of_another
+                f"key '{key}' of '{name}' does not fit the file's name", found=found, needed=needed, advice=of_another
             )
     if header is first:
         return

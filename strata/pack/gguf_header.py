@@ -14,12 +14,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
 from strata.base.errors import FileError
 from strata.pack.formats import FORMATS, BlockFormat, format_of
-from strata.pack.gguf_metadata import ARRAY, BOOL, NUMBER_DTYPES, STRING, VALUE_NAMES, Metadata, Stored
+from strata.pack.gguf_metadata import ARRAY, BOOL, DAMAGED, NUMBER_DTYPES, STRING, VALUE_NAMES, Metadata, Stored
 
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
@@ -110,15 +111,19 @@ class _Parser:
         if n <= self.limit - self.at:
             return
         if self.at + n <= self.file_bytes:
-            self.fail(f"the header is longer than {MAX_HEADER_BYTES} bytes at {what}", found=f"{self.at + n} bytes")
+            self.fail(
+                f"the header is too long at {what}",
+                found=f"{self.at + n} bytes",
+                needed=f"at most {MAX_HEADER_BYTES} bytes",
+            )
         self.fail(
             f"the header is truncated or damaged in {what}",
             found=f"a file of {self.file_bytes} bytes",
             needed=f"{self.at + n} bytes",
         )
 
-    def fail(self, message: str, **details: object) -> None:
-        raise FileError(f"{self.path.name}: {message}", **details)
+    def fail(self, message: str, *, found: object, needed: object, advice: str = DAMAGED) -> NoReturn:
+        raise FileError(f"{self.path.name}: {message}", found=found, needed=needed, advice=advice)
 
     def u32(self, what: str) -> int:
         self.need_bytes(4, what)
@@ -138,7 +143,7 @@ class _Parser:
         try:
             return text.decode()
         except UnicodeDecodeError:
-            self.fail(f"the name of {what} is not UTF-8", found=text[:40])
+            self.fail(f"the name of {what} is not UTF-8", found=text[:40], needed="UTF-8 text")
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
@@ -150,15 +155,15 @@ class _Parser:
         for i in range(n_keys):
             key = self.name(f"key {i}")
             if key in entries:
-                self.fail(f"key '{key}' appears twice")
+                self.fail(f"key '{key}' appears twice", found=f"it again as key {i}", needed="each key once")
             entries[key] = self.value(self.u32(f"key '{key}'"), f"key '{key}'")
         self.need_bytes(n_tensors * _MIN_TENSOR_BYTES, f"the list of {n_tensors} tensors")
         listed = list(self.tensor_list(n_tensors))
         content = self.data[: self.at]
-        metadata = Metadata([(content, entries)])
+        metadata = Metadata([(content, entries, self.path.name)])
         alignment = metadata.need_int("general.alignment", DEFAULT_ALIGNMENT)
         if alignment <= 0 or alignment & (alignment - 1):
-            self.fail("key 'general.alignment'", found=alignment, needed="a power of two")
+            self.fail("key 'general.alignment' is unusable", found=alignment, needed="a power of two")
         data_start = -(-self.at // alignment) * alignment
         tensors = tuple(self.placed(*item, shard, alignment, data_start, headers_only) for item in listed)
         self.check_overlaps(tensors)
@@ -170,7 +175,12 @@ class _Parser:
     def preamble(self) -> int:
         magic = self.data[:4]
         if magic != b"GGUF":
-            self.fail("not a GGUF file", found=f"first bytes {magic!r}", needed=b"GGUF")
+            self.fail(
+                "not a GGUF file",
+                found=f"first bytes {magic!r}",
+                needed=b"GGUF",
+                advice="Give a .gguf file. If this one is called so, download it again.",
+            )
         self.at = 4
         version = self.u32("the version")
         if version & 0xFFFF == 0 and version:
@@ -182,7 +192,12 @@ class _Parser:
                 advice="Convert it with the gguf package's endian tool.",
             )
         if version not in VERSIONS:
-            self.fail("GGUF version", found=version, needed=" or ".join(map(str, VERSIONS)))
+            self.fail(
+                "the GGUF version is not supported",
+                found=version,
+                needed=" or ".join(map(str, VERSIONS)),
+                advice="Download the file again, or convert the model to version 3.",
+            )
         return version
 
     def value(self, kind: int, what: str, depth: int = 0) -> Stored:
@@ -205,12 +220,16 @@ class _Parser:
         self.need_bytes(n_bytes, what)
         start, self.at = self.at, self.at + n_bytes
         if kind == BOOL and n_bytes and max(self.data[start : self.at]) > 1:
-            self.fail(f"a bool of {what} is neither 0 nor 1", found=max(self.data[start : self.at]))
+            self.fail(f"a bool of {what} is neither 0 nor 1", found=max(self.data[start : self.at]), needed="0 or 1")
         return start
 
     def array(self, what: str, depth: int) -> Stored:
         if depth == MAX_NESTING:
-            self.fail(f"arrays nested too deep in {what}", found=f"more than {MAX_NESTING} levels")
+            self.fail(
+                f"arrays nested too deep in {what}",
+                found=f"more than {MAX_NESTING} levels",
+                needed=f"at most {MAX_NESTING}",
+            )
         kind, count = self.u32(what), self.u64(what)
         if kind >= len(VALUE_NAMES):
             self.fail(f"unknown item type in {what}", found=kind, needed=f"0..{len(VALUE_NAMES) - 1}")
@@ -248,11 +267,11 @@ class _Parser:
             name = self.name(f"tensor {i}")
             what = f"tensor '{name}'"
             if name in names:
-                self.fail(f"{what} appears twice")
+                self.fail(f"{what} appears twice", found=f"it again as tensor {i}", needed="each tensor once")
             names.add(name)
             n_dims = self.u32(what)
             if n_dims > MAX_DIMENSIONS:
-                self.fail(f"dimensions of {what}", found=n_dims, needed=f"at most {MAX_DIMENSIONS}")
+                self.fail(f"{what} has too many dimensions", found=n_dims, needed=f"at most {MAX_DIMENSIONS}")
             ne = [self.u64(what) for _ in range(n_dims)]
             yield name, tuple(reversed(ne)), self.u32(what), self.u64(what)
 
@@ -274,7 +293,7 @@ class _Parser:
         for n in shape:
             values *= n
         if values == 0:
-            self.fail(f"{what} is empty", found=f"shape {shape}")
+            self.fail(f"{what} is empty", found=f"shape {shape}", needed="at least one value")
         row_values = shape[-1] if shape else 1
         if row_values % block.block_values:
             self.fail(
@@ -296,7 +315,7 @@ class _Parser:
                 f"{what} ends at byte {end}, past the end of the file",
                 found=f"a file of {self.file_bytes} bytes",
                 needed=f"{end} bytes",
-                advice="The file is truncated: download it again.",
+                advice="The file is truncated, or still being downloaded: download it again.",
             )
         return TensorInfo(name, shape, ggml_type, shard, offset, n_bytes)
 

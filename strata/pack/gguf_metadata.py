@@ -21,16 +21,20 @@ NUMBER_DTYPES = {
     F32: "<f4", BOOL: "<u1", U64: "<u8", I64: "<i8", F64: "<f8",
 }  # fmt: skip
 
+DAMAGED = "The file is damaged: download it again."
+"""What to do about most of what can be wrong in a header."""
+
 
 class HeaderStrings(Sequence[str]):
     """A string array of the header; an element is decoded when it is read.
 
     header  bytes of the header
     starts  (n + 1,) int64, where each element's 8-byte length word begins; the last is the end of the array
+    key, file_name  for messages
     """
 
-    def __init__(self, header: bytes, starts: np.ndarray, key: str):
-        self._header, self._starts, self._key = header, starts, key
+    def __init__(self, header: bytes, starts: np.ndarray, key: str, file_name: str):
+        self._header, self._starts, self._key, self._file_name = header, starts, key, file_name
 
     def __len__(self) -> int:
         return len(self._starts) - 1
@@ -59,7 +63,12 @@ class HeaderStrings(Sequence[str]):
         try:
             return data.decode()
         except UnicodeDecodeError:
-            raise FileError(f"key '{self._key}', element {index} is not UTF-8", found=data[:40]) from None
+            raise FileError(
+                f"{self._file_name}: element {index} of key '{self._key}' is not UTF-8",
+                found=data[:40],
+                needed="UTF-8 text",
+                advice=DAMAGED,
+            ) from None
 
     @overload
     def __getitem__(self, index: int) -> str: ...
@@ -98,39 +107,46 @@ class Stored:
         return VALUE_NAMES[self.type] if self.type != ARRAY else f"array of {VALUE_NAMES[self.item]}"
 
 
-def decode(stored: Stored, header: bytes, key: str) -> Any:
+def decode(stored: Stored, header: bytes, key: str, file_name: str) -> Any:
     """The Python value: int, float, bool, str, numpy array, HeaderStrings or list (nested arrays)."""
     if stored.type == STRING:
         data = header[stored.start : stored.start + stored.count]
         try:
             return data.decode()
         except UnicodeDecodeError:
-            raise FileError(f"the text of key '{key}' is not UTF-8", found=data[:40]) from None
+            raise FileError(
+                f"{file_name}: key '{key}' is not UTF-8", found=data[:40], needed="UTF-8 text", advice=DAMAGED
+            ) from None
     if stored.type != ARRAY:
         value = np.frombuffer(header, NUMBER_DTYPES[stored.type], 1, stored.start)[0].item()
         return bool(value) if stored.type == BOOL else value
     if stored.item == STRING:
-        return HeaderStrings(header, stored.parts, key)
+        return HeaderStrings(header, stored.parts, key, file_name)
     if stored.item == ARRAY:
-        return [decode(part, header, key) for part in stored.parts]
+        return [decode(part, header, key, file_name) for part in stored.parts]
     values = np.frombuffer(header, NUMBER_DTYPES[stored.item], stored.count, stored.start)
     return values.view(np.bool_) if stored.item == BOOL else values
 
 
 class Metadata(Mapping[str, Any]):
-    """Keys and values of one header, or of several: the first header that has a key wins."""
+    """Keys and values of one header, or of several: the first header that has a key wins.
 
-    def __init__(self, headers: Sequence[tuple[bytes, Mapping[str, Stored]]]):
-        self._stored: dict[str, tuple[bytes, Stored]] = {}
+    headers    (bytes, entries, name of the file) of each
+    file_name  that of the first
+    """
+
+    def __init__(self, headers: Sequence[tuple[bytes, Mapping[str, Stored], str]]):
+        self.file_name = headers[0][2]
+        self._stored: dict[str, tuple[Stored, bytes, str]] = {}
         self._values: dict[str, Any] = {}
-        for header, entries in headers:
+        for header, entries, name in headers:
             for key, stored in entries.items():
-                self._stored.setdefault(key, (header, stored))
+                self._stored.setdefault(key, (stored, header, name))
 
     def __getitem__(self, key: str) -> Any:
         if key not in self._values:
-            header, stored = self._stored[key]
-            self._values[key] = decode(stored, header, key)
+            stored, header, file_name = self._stored[key]
+            self._values[key] = decode(stored, header, key, file_name)
         return self._values[key]
 
     def __iter__(self) -> Iterator[str]:
@@ -144,15 +160,20 @@ class Metadata(Mapping[str, Any]):
 
     def type_name(self, key: str) -> str:
         """GGUF type of a key's value, as "u32" or "array of string"; "nothing" for a key that is absent."""
-        return self._stored[key][1].type_name if key in self._stored else "nothing"
+        return self._stored[key][0].type_name if key in self._stored else "nothing"
 
     def _need(self, key: str, needed: str, fits: bool) -> Any:
         if not fits:
-            raise ModelError(f"metadata key '{key}'", found=self.type_name(key), needed=needed)
+            what = "has another type" if key in self else "is missing"
+            raise self._error(f"key '{key}' {what}", self.type_name(key), needed)
         return self[key]
 
+    def _error(self, message: str, found: str, needed: str) -> ModelError:
+        advice = "The file is damaged, or made for another program: download or convert it again."
+        return ModelError(f"{self.file_name}: {message}", found=found, needed=needed, advice=advice)
+
     def _types(self, key: str) -> tuple[int, int]:
-        stored = self._stored[key][1] if key in self._stored else None
+        stored = self._stored[key][0] if key in self._stored else None
         return (stored.type, stored.item) if stored else (-1, -1)
 
     def need_int(self, key: str, default: int | None = None) -> int:
@@ -193,7 +214,7 @@ class Metadata(Mapping[str, Any]):
 
     def _need_count(self, key: str, found: int, needed: int | None) -> None:
         if needed is not None and found != needed:
-            raise ModelError(f"metadata key '{key}'", found=f"{found} elements", needed=f"{needed} elements")
+            raise self._error(f"key '{key}' has another length", f"{found} elements", f"{needed} elements")
 
 
 _INTEGERS = frozenset((U8, I8, U16, I16, U32, I32, U64, I64))

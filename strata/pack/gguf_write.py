@@ -90,7 +90,8 @@ def _code(kind: str) -> int:
     if kind == "string":
         return STRING
     if kind not in _CODES:
-        raise BadArgument("no such type of key", found=repr(kind), needed=f"string, {', '.join(_CODES)}, or []")
+        needed = f"string, {', '.join(_CODES)}, or one of them with []"
+        raise BadArgument("no such type of key", found=repr(kind), needed=needed)
     return _CODES[kind][0]
 
 

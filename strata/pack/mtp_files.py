@@ -22,6 +22,7 @@ from strata.pack.tensors import HeldTensor
 __all__ = ["DraftLayer", "draft_head", "find_draft", "from_safetensors", "read_draft", "read_vocabulary"]
 
 VOCABULARY = "draft_vocab.bin"
+NO_VOCABULARY = "Make it for this model, or remove it to draft with the whole vocabulary."
 FORMS = "a safetensors file, a folder of its shards, an rt folder, or a GGUF with a nextn block"
 
 
@@ -62,17 +63,32 @@ def read_vocabulary(path: Path, V: int) -> np.ndarray:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise FileError(f"draft vocabulary {path} cannot be read", found=error.strerror) from error
+        raise FileError(
+            f"draft vocabulary {path} cannot be read",
+            found=error.strerror,
+            needed="a readable file",
+            advice="Make it readable, or remove it to draft with the whole vocabulary.",
+        ) from error
     if len(data) % 4 or not data:
-        raise FileError(f"draft vocabulary {path}", found=f"{len(data)} bytes", needed="int32 ids, 4 bytes each")
+        raise FileError(
+            f"draft vocabulary {path} is damaged",
+            found=f"{len(data)} bytes",
+            needed="int32 ids, 4 bytes each",
+            advice=NO_VOCABULARY,
+        )
     ids = np.frombuffer(data, "<i4").astype(np.int32)
     if ids.min() < 0 or ids.max() >= V:
         found = f"ids {ids.min()}..{ids.max()}"
-        raise FileError(f"draft vocabulary {path}", found=found, needed=f"ids in 0..{V - 1}",
-                        advice="It belongs to another model.")  # fmt: skip
+        raise FileError(f"draft vocabulary {path} is of another model", found=found, needed=f"ids in 0..{V - 1}",
+                        advice=NO_VOCABULARY)  # fmt: skip
     different = len(np.unique(ids))
     if different != len(ids):
-        raise FileError(f"draft vocabulary {path}", found=f"{len(ids) - different} ids twice", needed="each id once")
+        raise FileError(
+            f"draft vocabulary {path} is damaged",
+            found=f"{len(ids) - different} ids twice",
+            needed="each id once",
+            advice=NO_VOCABULARY,
+        )
     return ids
 
 
@@ -102,7 +118,9 @@ def read_draft(source: Path, gguf: GgufFile, g: Geometry) -> DraftLayer:
     beside the draft layer's files lists. FileError or ModelError says what is wrong."""
     source = Path(source)
     if not source.exists():
-        raise FileError("no draft layer there", found=f"no file '{source}'", needed=FORMS)
+        raise FileError(
+            "no draft layer there", found=f"no file '{source}'", needed=FORMS, advice="Is the path spelled right?"
+        )
     model = DraftShape.of_model(g)
     folder = source if source.is_dir() else source.parent
     if source.is_dir():
@@ -125,7 +143,7 @@ def _read_folder(folder: Path, model: DraftShape) -> dict[str, HeldTensor]:
     if any(folder.glob("*.safetensors*")):
         return from_safetensors(folder, needed=model)
     found = ", ".join(sorted(p.name for p in folder.iterdir())[:6]) or "an empty folder"
-    raise ModelError(f"{folder} is no draft layer", found=found, needed=FORMS)
+    raise ModelError(f"{folder} is no draft layer", found=found, needed=FORMS, advice="Name the folder that has them.")
 
 
 def _is_gguf(path: Path) -> bool:
@@ -133,4 +151,5 @@ def _is_gguf(path: Path) -> bool:
         with path.open("rb") as file:
             return file.read(4) == b"GGUF"
     except OSError as error:
-        raise FileError(f"{path} cannot be read", found=error.strerror or str(error)) from error
+        found = error.strerror or str(error)
+        raise FileError(f"{path} cannot be read", found=found, needed="a readable file") from error

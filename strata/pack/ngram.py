@@ -55,6 +55,7 @@ from strata.pack.ngram_ticket import Buffers, NgramStats, Ticket, capacity_of
 
 TABLE_NAME = "per_layer_token_embd.weight"
 MODES = ("mapped", "direct")
+DISK = "Check the disk."
 SLOW_READ_US = 3.0
 """Rows that take longer than this come from the disk and not from the page cache; a row in memory takes below 1 us."""
 
@@ -91,9 +92,9 @@ class NgramTable:
         queued: bool = True,
     ):
         tensor = gguf.info(name)
-        check_table(tensor, geometry)
+        check_table(tensor, geometry, gguf.path.name)
         if cache_rows < 0:
-            raise BadArgument("cache_rows", found=cache_rows, needed="0 or more")
+            raise BadArgument("cache_rows is negative", found=cache_rows, needed="0 or more")
         need(mode in MODES, "mode of the n-gram table is unknown", found=repr(mode), needed=" or ".join(MODES))
         self.geometry = geometry
         self.format: BlockFormat = tensor.format
@@ -160,7 +161,7 @@ class NgramTable:
         tokens = _integers(tokens, 1, "tokens of the n-gram hash", "(T,)")
         prev1, prev2, limit, g = int(prev1), int(prev2), self._token_limit, self.geometry
         if max(prev1, prev2) >= limit:
-            raise BadArgument("token before the window", found=max(prev1, prev2), needed=f"below {limit}")
+            raise BadArgument("a token before the window", found=max(prev1, prev2), needed=f"below {limit}")
         out = np.empty((tokens.size, g.heads), np.int64)
         bad = (hash_few if out.size <= MOST_HELD else hash_rows)(
             tokens,
@@ -200,7 +201,7 @@ class NgramTable:
         with self._lock:
             b = ticket._buffers
             if b is None:
-                raise BadArgument("n-gram ticket", found="one that was collected", needed="an open one")
+                raise BadArgument("the n-gram ticket was used", found="one that was collected", needed="an open one")
             ticket._buffers = None
         start_ns = time.perf_counter_ns()
         if ticket.reads and self.reader is not None:
@@ -262,10 +263,11 @@ class NgramTable:
         """The error for a window whose rows of the last `deliver` did not come; waited_ms: 0 unless it gave up."""
         b = self._delivered
         if b is None:
-            return StrataError(message, found=f"{waited_ms} ms" if waited_ms else None, advice="Check the disk.")
+            found = f"none after {waited_ms} ms" if waited_ms else "none"
+            return StrataError(message, found=found, needed="all rows of the window", advice=DISK)
         if waited_ms:
             found = f"{b.job[READS]} of {b.job[N_PAGES]} pages of '{self.reader.path}' after {waited_ms} ms"
-            return StrataError(message, found=found, advice="Check the disk.")
+            return StrataError(message, found=found, needed="all", advice=DISK)
         return self._failure(b, message)
 
     def close(self) -> None:
@@ -304,7 +306,7 @@ class NgramTable:
         while (state := wait_for(b.job.ctypes.data, 20_000)) == RUNNING:
             if time.monotonic() > end:
                 found = f"{b.job[READS]} of {b.job[N_PAGES]} pages of '{self.reader.path}' after {self.limit_s:g} s"
-                raise StrataError("no n-gram rows within the limit", found=found, advice="Check the disk.")
+                raise StrataError("no n-gram rows within the limit", found=found, needed="all", advice=DISK)
         if state == FAILED:
             raise self._failure(b, "n-gram rows could not be read")
 
@@ -314,9 +316,9 @@ class NgramTable:
         if error == SHORT:
             found, advice = f"{b.job[ERROR_BYTES]} bytes", "The file was cut short, or its disk fails."
         elif error > 0:
-            found, advice = os.strerror(error), "Check the disk."
+            found, advice = os.strerror(error), DISK
         else:
-            return Closed(f"{message}: reading was stopped")
+            return Closed(f"{message}: reading was stopped", needed="an open table", advice="Load the model again.")
         return FileError(message, found=f"{found} at byte {at} of '{path}'", needed=f"a page of {READ_BYTES} bytes",
                          advice=advice)  # fmt: skip
 
@@ -326,7 +328,7 @@ class NgramTable:
         """(buffers, unique rows, rows to read) of a ticket, counted; the cache's rows are in the buffers."""
         if self.reader is not None:
             if self.reader.closed:
-                raise Closed("the n-gram table was closed")
+                raise Closed("the n-gram table was closed", needed="an open one", advice="Load the model again.")
             need(flat.size <= MOST_IDS, "n-gram row ids of one call", found=flat.size, needed=f"up to {MOST_IDS}")
             self._sweep()
         b = self._take(flat.size)
@@ -374,7 +376,7 @@ def _integers(values: np.ndarray, axes: int, what: str, shape: str) -> np.ndarra
     """`values` as contiguous int64; floats are refused rather than truncated."""
     array = np.asarray(values)
     if array.ndim != axes or (array.dtype.kind not in "iu" and array.size):
-        raise BadArgument(what, found=f"{array.dtype} {array.shape}", needed=f"integers {shape}")
+        raise BadArgument(f"{what} have another form", found=f"{array.dtype} {array.shape}", needed=f"integers {shape}")
     return np.ascontiguousarray(array, np.int64)
 
 

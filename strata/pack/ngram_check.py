@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from strata.base.errors import ModelError
 from strata.base.geometry import NgramGeometry
-from strata.pack.gguf_file import TensorInfo
+from strata.pack.gguf_file import AGAIN, TensorInfo
 
 ORDERS = (2, 3)
 
 
-def check_table(tensor: TensorInfo, g: NgramGeometry) -> None:
+def check_table(tensor: TensorInfo, g: NgramGeometry, file_name: str) -> None:
     """ModelError naming the first thing in which the table's tensor and the geometry do not fit each other."""
 
     def fits(condition: bool, what: str, found: object, needed: object) -> None:
         if not condition:
-            raise ModelError(f"n-gram table '{tensor.name}': {what}", found=found, needed=needed)
+            raise ModelError(
+                f"{file_name}: tensor '{tensor.name}' and its keys do not fit together: {what}",
+                found=found,
+                needed=needed,
+                advice=AGAIN,
+            )
 
     fits(len(tensor.shape) == 2, "shape", tensor.shape, "(rows, row width)")
     fits(tensor.shape[1] == g.row_width, "row width", tensor.shape[1], g.row_width)

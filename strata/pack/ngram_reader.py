@@ -84,11 +84,19 @@ class PageReader:
         depth: int = READS_IN_FLIGHT,
         queued: bool = True,
     ):
-        need(0 < depth <= MOST_READS_IN_FLIGHT, "reads in flight", found=depth, needed=f"1 to {MOST_READS_IN_FLIGHT}")
+        need(
+            0 < depth <= MOST_READS_IN_FLIGHT,
+            "reads in flight are out of range",
+            found=depth,
+            needed=f"1 to {MOST_READS_IN_FLIGHT}",
+        )
         problem = direct_problem(gguf, name)
         if problem is not None:
             raise StrataError(
-                "the n-gram table cannot be read directly", found=problem, advice='Load with ngram="mapped".'
+                f"the n-gram table of {gguf.path.name} cannot be read directly",
+                found=problem,
+                needed="direct reads",
+                advice='Load with ngram="mapped".',
             )
         tensor = gguf.info(name)
         shard = gguf.shards[tensor.shard]
@@ -143,7 +151,7 @@ class PageReader:
     def post(self, job: np.ndarray) -> None:
         """Start a job, int64 (JOB_WORDS,); it and all it points to must live until its STATE is not RUNNING."""
         if self.closed:
-            raise Closed("the n-gram reader was closed")
+            raise Closed("the n-gram reader was closed", needed="an open one", advice="Load the model again.")
         os.write(self._post_fd, int(job.ctypes.data).to_bytes(8, "little"))
 
     def put_faults(self, latency_us: int = 0, fail_at: int = 0, short_at: int = 0) -> None:

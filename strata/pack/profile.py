@@ -17,6 +17,7 @@ from strata.base.errors import BadArgument, FileError
 
 MAGIC = b"STRP"
 VERSION = 1
+REMAKE = "Make one for this model with `strata profile`, or leave the profile out."
 _HEAD = struct.Struct("<4s5I")
 
 
@@ -55,29 +56,35 @@ def read_profile(path: str | Path, n_layers: int, n_experts: int) -> ExpertProfi
             file_bytes = os.fstat(file.fileno()).st_size
     except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
         found = getattr(error, "strerror", None) or str(error)
-        raise FileError(f"cannot read '{path}'", found=found, needed="an expert profile") from error
+        raise FileError(f"cannot read '{path}'", found=found, needed="an expert profile", advice=REMAKE) from error
     if data[:4] != MAGIC:
-        raise FileError(f"'{path}' is not an expert profile", found=f"first bytes {data[:4]!r}", needed=MAGIC)
+        raise FileError(
+            f"'{path}' is not an expert profile", found=f"first bytes {data[:4]!r}", needed=MAGIC, advice=REMAKE
+        )
     if len(data) < _HEAD.size:
-        raise FileError(f"'{path}' is truncated", found=f"{file_bytes} bytes", needed=f"{_HEAD.size} bytes")
+        raise FileError(
+            f"'{path}' is truncated", found=f"{file_bytes} bytes", needed=f"{_HEAD.size} bytes", advice=REMAKE
+        )
     _, version, layers, experts, slots, n = _HEAD.unpack_from(data)
     if version != VERSION:
-        raise FileError(f"version of '{path}'", found=version, needed=VERSION)
+        raise FileError(f"another version of '{path}'", found=version, needed=VERSION, advice=REMAKE)
     if (layers, experts) != (n_layers, n_experts):
         raise FileError(
             f"'{path}' is a profile of another model",
             found=f"{layers} layers x {experts} experts",
             needed=f"{n_layers} layers x {n_experts} experts",
-            advice="Make one for this model with `strata profile`, or leave the profile out.",
+            advice=REMAKE,
         )
     size = _HEAD.size + 4 * n + 4 * layers * experts
     if n > layers * experts:
-        raise FileError(f"ranked pairs of '{path}'", found=n, needed=f"at most {layers * experts}")
+        raise FileError(f"'{path}' ranks too many pairs", found=n, needed=f"at most {layers * experts}", advice=REMAKE)
     if file_bytes != size:
-        raise FileError(f"'{path}' is truncated or damaged", found=f"{file_bytes} bytes", needed=f"{size} bytes")
+        raise FileError(
+            f"'{path}' is truncated or damaged", found=f"{file_bytes} bytes", needed=f"{size} bytes", advice=REMAKE
+        )
     ranked = np.frombuffer(data, "<u2", 2 * n, _HEAD.size).reshape(n, 2).astype(np.uint16)
     if problem := _problem(layers, experts, slots, ranked):
-        raise FileError(f"'{path}': {problem[0]}", found=problem[1], needed=problem[2])
+        raise FileError(f"'{path}' is damaged: {problem[0]}", found=problem[1], needed=problem[2], advice=REMAKE)
     return ExpertProfile(layers, experts, slots, ranked)
 
 
@@ -101,21 +108,27 @@ def write_atomic(path: Path, data: bytes) -> None:
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise FileError(f"cannot write '{path}'", found=error.strerror, needed="a writable place") from error
+        raise FileError(
+            f"cannot write '{path}'",
+            found=error.strerror,
+            needed="a writable place",
+            advice="Free the disk or choose another path.",
+        ) from error
 
 
 def _problem(n_layers: int, n_experts: int, slots: int, ranked: np.ndarray) -> tuple[str, object, object] | None:
     """(what, found, needed) of the first thing that is wrong, or None."""
     if not (0 < n_layers <= 65536 and 0 < n_experts <= 65536):
-        return "layers and experts of a profile", (n_layers, n_experts), "1 to 65536 each"
+        return "layers and experts are out of range", (n_layers, n_experts), "1 to 65536 each"
     if ranked.ndim != 2 or ranked.shape[1] != 2 or ranked.dtype != np.uint16:
-        return "ranked pairs", f"{ranked.dtype} {ranked.shape}", "uint16 (n, 2)"
+        return "ranked pairs have another form", f"{ranked.dtype} {ranked.shape}", "uint16 (n, 2)"
     if not len(ranked) <= slots < 2**32:
-        return "slots of a profile", slots, f"at least the {len(ranked)} ranked pairs"
+        return "the slots do not hold the ranked pairs", slots, f"at least the {len(ranked)} ranked pairs"
     layer, expert = ranked[:, 0].astype(np.int64), ranked[:, 1].astype(np.int64)
     outside = np.flatnonzero((layer >= n_layers) | (expert >= n_experts))
     if len(outside):
-        return f"ranked pair {outside[0]}", tuple(ranked[outside[0]].tolist()), f"below ({n_layers}, {n_experts})"
+        pair, limits = tuple(ranked[outside[0]].tolist()), f"below ({n_layers}, {n_experts})"
+        return f"ranked pair {outside[0]} is out of range", pair, limits
     flat = layer * n_experts + expert
     if len(np.unique(flat)) != len(flat):
         order = np.sort(flat)

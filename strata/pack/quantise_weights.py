@@ -103,6 +103,7 @@ def _as_float16(scales: np.ndarray, what: str, format_name: str) -> np.ndarray:
             f"{what} has values too large for {format_name}",
             found=f"a block scale of {scales.max():.4g}",
             needed="at most 65504, the largest float16",
+            advice="Choose BF16, or download the file again if it may be damaged.",
         )
     return stored
 
@@ -130,7 +131,13 @@ def _bf16(rows: np.ndarray, what: str) -> np.ndarray:
     # To nearest, ties to even; values that round up to Inf count as too large.
     rounded = ((bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
     if (rounded & 0x7FFF == 0x7F80).any():
-        raise ModelError(f"{what} has values too large for BF16", found=f"{np.abs(rows).max():.4g}")
+        found = f"{np.abs(rows).max():.5g}"
+        raise ModelError(
+            f"{what} has values too large for BF16",
+            found=found,
+            needed="at most 3.3895e38",
+            advice="The file is damaged: download it again.",
+        )
     return rounded.view(np.uint8)
 
 

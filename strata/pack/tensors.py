@@ -32,7 +32,11 @@ class HeldTensor:
         wanted = (rows, self.format.row_bytes(self.shape[-1]))
         if self.data.dtype != np.uint8 or self.data.shape != wanted or self.data.strides[1] != 1:
             found = f"{self.data.dtype} {self.data.shape}"
-            raise BadArgument(f"data of tensor {self.name}", found=found, needed=f"uint8 {wanted}, bytes side by side")
+            raise BadArgument(
+                f"data of tensor {self.name} have another form",
+                found=found,
+                needed=f"uint8 {wanted}, bytes side by side",
+            )
 
     @property
     def format(self) -> BlockFormat:
@@ -68,6 +72,10 @@ class Tensors:
             t = self.held[name]
             return t.format.dequantise(t.data).reshape(t.shape)
         return self.gguf.values(name)
+
+    def file_name(self, name: str) -> str:
+        """Where the tensor comes from, for messages: a shard of the file, or the draft layer."""
+        return "draft layer" if name in self.held else self.gguf.shards[self.gguf.info(name).shard].path.name
 
     def without_data(self) -> Tensors:
         """The same records without the memory of held tensors, once it was copied elsewhere."""

@@ -6,6 +6,7 @@ weights. A negative layer is a tag with k ints. Files without tags are an older 
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ TAG_NAMES = {
 }
 _FIXED_INTS = {COMMIT: 4, FORMAT: 1, REQUEST: 1}
 _HEAD = struct.Struct("<ii")
+AGAIN = "Record the trace again."
+OTHER = "Record a trace with this model."
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,9 +78,12 @@ def read_trace(path: str | Path, n_layers: int | None = None, n_experts: int | N
     """
     path = Path(path)
     try:
-        file_bytes = path.stat().st_size
-    except OSError as error:
-        raise FileError(f"cannot read '{path}'", found=error.strerror, needed="a routing trace") from error
+        with path.open("rb") as file:
+            file_bytes = os.fstat(file.fileno()).st_size
+    except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
+        found = getattr(error, "strerror", None) or str(error)
+        advice = "Is the path spelled right?"
+        raise FileError(f"cannot read '{path}'", found=found, needed="a routing trace", advice=advice) from error
     return _records(path, file_bytes, n_layers, n_experts)
 
 
@@ -88,7 +94,9 @@ def _records(path: Path, file_bytes: int, n_layers: int | None, n_experts: int |
             where = f"'{path}': the record at byte {at}"
             head = file.read(_HEAD.size)
             if len(head) < _HEAD.size:
-                raise FileError(f"{where} is truncated", found=f"{len(head)} bytes", needed=f"{_HEAD.size} bytes")
+                raise FileError(
+                    f"{where} is truncated", found=f"{len(head)} bytes", needed=f"{_HEAD.size} bytes", advice=AGAIN
+                )
             layer, k = _HEAD.unpack(head)
             size = _HEAD.size + 8 * k
             if k < 0 or at + size > file_bytes:
@@ -96,10 +104,13 @@ def _records(path: Path, file_bytes: int, n_layers: int | None, n_experts: int |
                     f"{where} is truncated or damaged",
                     found=f"k = {k}, {file_bytes - at} bytes left",
                     needed="k of 0 or more and 8 + 8 k bytes",
+                    advice=AGAIN,
                 )
             data = file.read(8 * k)
             if len(data) < 8 * k:
-                raise FileError(f"{where} is truncated", found=f"{len(data)} bytes", needed=f"{8 * k} bytes")
+                raise FileError(
+                    f"{where} is truncated", found=f"{len(data)} bytes", needed=f"{8 * k} bytes", advice=AGAIN
+                )
             ints, floats = np.frombuffer(data, "<i4", k), np.frombuffer(data, "<f4", k, 4 * k)
             yield _record(layer, ints, floats, where, n_layers, n_experts)
             at += size
@@ -110,17 +121,21 @@ def _record(
 ) -> Record:
     if layer >= 0:
         if n_layers is not None and layer >= n_layers:
-            raise FileError(f"{where} is of another model", found=f"layer {layer}", needed=f"below {n_layers}")
+            raise FileError(
+                f"{where} is of another model", found=f"layer {layer}", needed=f"below {n_layers}", advice=OTHER
+            )
         if len(ints) and (ints.min() < 0 or (n_experts is not None and ints.max() >= n_experts)):
             bad = int(ints.min() if ints.min() < 0 else ints.max())
             top = "" if n_experts is None else f", below {n_experts}"
-            raise FileError(f"{where} is of another model", found=f"expert {bad}", needed=f"from 0{top}")
+            raise FileError(f"{where} is of another model", found=f"expert {bad}", needed=f"from 0{top}", advice=OTHER)
         return Routing(layer, ints, floats)
     needed = _FIXED_INTS.get(layer)
     if needed is not None and len(ints) != needed:
-        raise FileError(f"{where} ({TAG_NAMES[layer]})", found=f"{len(ints)} ints", needed=f"{needed}")
+        raise FileError(
+            f"{where} ({TAG_NAMES[layer]}) is damaged", found=f"{len(ints)} ints", needed=f"{needed}", advice=AGAIN
+        )
     if layer == FORMAT and ints[0] != VERSION:
-        raise FileError(f"{where} (format version)", found=int(ints[0]), needed=VERSION)
+        raise FileError(f"{where} has another format version", found=int(ints[0]), needed=VERSION, advice=AGAIN)
     return Commit(*ints.tolist()) if layer == COMMIT else Tag(layer, ints)
 
 
@@ -132,7 +147,12 @@ class TraceWriter:
         try:
             self._file: BinaryIO | None = self.path.open("wb", buffering=1 << 20)
         except OSError as error:
-            raise FileError(f"cannot write '{path}'", found=error.strerror, needed="a writable place") from error
+            raise FileError(
+                f"cannot write '{path}'",
+                found=error.strerror,
+                needed="a writable place",
+                advice="Free the disk or choose another path.",
+            ) from error
         self._write(FORMAT, [VERSION])
 
     def request(self, request_id: int) -> None:
@@ -152,14 +172,14 @@ class TraceWriter:
     ) -> None:
         """One token in one layer; within a window layer-major, positions ascending. weights None: not recorded."""
         if layer < 0:
-            raise BadArgument("layer of a routing", found=layer, needed="0 or more")
+            raise BadArgument("the layer of a routing is negative", found=layer, needed="0 or more")
         self._write(layer, experts, weights)
 
     def commit(self, window_id: int, n_positions: int, n_accepted: int, phase: int) -> None:
         """The window of the routings since the last commit is done."""
         if not 0 <= n_accepted <= n_positions or phase not in (PROMPT, DECODE):
             raise BadArgument(
-                "commit of a window",
+                "the commit of a window is out of range",
                 found=(n_positions, n_accepted, phase),
                 needed="0 <= accepted <= positions, phase 0 or 1",
             )
@@ -167,13 +187,15 @@ class TraceWriter:
 
     def _write(self, layer: int, ints: Sequence[int] | np.ndarray, floats: Sequence[float] | np.ndarray | None = None):
         if self._file is None:
-            raise Closed(f"the trace '{self.path}' was closed")
+            raise Closed(f"the trace '{self.path}' was closed", needed="an open one", advice="Write a new trace.")
         wide = np.asarray(ints, np.int64).reshape(-1)
         if len(wide) and (wide.min() < -(2**31) or wide.max() >= 2**31):
-            raise BadArgument("integers of a trace record", found=wide.tolist(), needed="32-bit")
+            found = f"{wide.min()} to {wide.max()}"
+            raise BadArgument("integers of a trace record are out of range", found=found, needed="32-bit")
         weights = np.zeros(len(wide), "<f4") if floats is None else np.asarray(floats, "<f4").reshape(-1)
         if len(weights) != len(wide):
-            raise BadArgument("weights of a routing", found=len(weights), needed=f"{len(wide)}, one an expert")
+            needed = f"{len(wide)}, one an expert"
+            raise BadArgument("a routing has another number of weights", found=len(weights), needed=needed)
         self._file.write(_HEAD.pack(layer, len(wide)) + wide.astype("<i4").tobytes() + weights.tobytes())
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from strata.gpu.chunk_plan import ChunkBytes, ChunkPrices, chunk_problem
 from strata.gpu.slots import ExpertSlots
 from strata.pack.experts import ExpertLayout
 from strata.pack.gguf_file import GgufFile, TensorInfo
+from strata.planner.needs import PREFILL, trunk_programs
 
 
 class _Headers:
@@ -48,4 +49,6 @@ class ChunkFacts:
 
     def _program(self, rows: int, context: int) -> Program:
         """Cells of either KV format lie outside of a chunk's own memory."""
+        if (rows, context) == (CELL_ROWS, CELL_ROWS):
+            return trunk_programs(self._g)[PREFILL]
         return trunk_program(self._g, rows, context, "f16", advance=True)

@@ -43,8 +43,9 @@ MAPPED_STAGING_BYTES = 256 * MIB
 
 CACHE = "expert cache"
 
-MOST_ROUNDS = 8
-"""How often a configuration that does not fit is priced again with what it lacked; two or three are usual."""
+MOST_ROUNDS, USUAL_ROUNDS, STEP_BYTES = 14, 4, 8 * MIB
+"""How often a configuration that does not fit is priced again with what it lacked, how often that does, and what is
+added besides in the round behind those, twice as much in each that follows."""
 
 
 def price_load(m: ModelFacts, machine: Machine, gpu: Gpu | None, o: PlanOptions, context: int) -> Priced:
@@ -62,23 +63,26 @@ def price_load(m: ModelFacts, machine: Machine, gpu: Gpu | None, o: PlanOptions,
 
 
 def _with_whole_need(m: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, p: Priced) -> Priced:
-    """The configuration that does not fit with what it needs in all: what was found first leaves out the chunk."""
+    """The configuration that does not fit with what it needs in all: what was found first leaves out the chunk, and a
+    reserve that was shrunk grows with what is added."""
     lacks, known = {s.device: s for s in p.shortfalls}, dict(p.free_bytes)
     o = replace(o, vram_gib=None, ram_gib=None)
-    for _ in range(MOST_ROUNDS):
+    for i in range(MOST_ROUNDS):
         limited = any(s.free_bytes != p.free_bytes[s.device] for s in lacks.values())  # no amount of memory helps
-        if limited or all(s.needed_bytes <= known[s.device] for s in lacks.values()):
+        more = STEP_BYTES << (i - USUAL_ROUNDS) if i >= USUAL_ROUNDS else 0
+        if limited or all(s.needed_bytes + more <= known[s.device] for s in lacks.values()):
             break
-        known.update({s.device: max(s.needed_bytes, known[s.device]) for s in lacks.values()})
-        more = known["ram"] - machine.ram_available_bytes
-        total, ram = machine.ram_total_bytes + max(more, 0), known["ram"]
-        larger = replace(machine, ram_total_bytes=total, ram_available_bytes=ram)
-        found = _price_on_card(m, larger, replace(gpu, free_bytes=known["vram"]), o, p.context)
+        known.update({s.device: max(s.needed_bytes + more, known[s.device]) for s in lacks.values()})
+        larger, card = machine.with_free_ram(known["ram"]), replace(gpu, free_bytes=known["vram"])
+        found = _price_on_card(m, larger, card, o, p.context)
         for s in found.shortfalls:
             free = s.free_bytes if s.free_bytes != found.free_bytes[s.device] else p.free_bytes[s.device]
             first = lacks.get(s.device, s)
             lacks[s.device] = replace(first, needed_bytes=s.needed_bytes, free_bytes=free)
-    return replace(p, shortfalls=tuple(lacks.values()))
+        if not found.shortfalls:
+            lacks = {d: replace(s, needed_bytes=known[d]) for d, s in lacks.items() if known[d] > p.free_bytes[d]}
+            break
+    return replace(p, shortfalls=tuple(lacks.values()) or p.shortfalls)
 
 
 def _price_on_card(m: ModelFacts, machine: Machine, gpu: Gpu, o: PlanOptions, context: int) -> Priced:
@@ -161,7 +165,9 @@ def _without(
         used = sum(x.held_bytes for x in p.lines if x.device == "ram" and x.kind != "reserve")
         pages = sum(x.held_bytes for x in p.lines if x.device == "ram" and x.kind == "map")
         gives_back = more <= MAPPED_STAGING_BYTES and (more <= pages or p.needs_disk)
-        device, needed = "ram", ram_needed_bytes(machine, used + more - (pages if gives_back else 0))
+        of_ram = ram_needed_bytes(machine, used + more - (pages if gives_back else 0))
+        if of_ram > p.free_bytes["ram"]:
+            device, needed = "ram", of_ram
     lacks = Shortfall(device, f"prefill chunk of {of.rows:,} rows", needed, p.free_bytes[device])
     return replace(p, shortfalls=(*p.shortfalls, lacks))
 

@@ -130,13 +130,13 @@ def draft_tensors(source: Path, gguf: GgufFile, g: Geometry) -> list[DraftTensor
 def _located(source: Path) -> Path:
     """The folder or file that is read for a draft layer named `source`."""
     try:
-        there = source.exists()
+        there, inside = source.exists(), source / "rt"
+        is_inside = there and not (source / rt.DENSE_TXT).exists() and (inside / rt.DENSE_TXT).exists()
     except OSError as error:
         raise FileError(f"'{source}' cannot be looked at", found=error.strerror, needed=FORMS) from error
     if not there:
         raise FileError("no draft layer there", found=f"no file '{source}'", needed=FORMS)
-    inside = source / "rt"
-    return inside if not (source / rt.DENSE_TXT).exists() and (inside / rt.DENSE_TXT).exists() else source
+    return inside if is_inside else source
 
 
 def _is_gguf(path: Path) -> bool:

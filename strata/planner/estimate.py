@@ -44,7 +44,9 @@ def residency(m: ModelFacts, slots: tuple[int, ...], ram_bytes: int, hit_rate: f
     routed = sum(m.expert_bytes)
     held = sum(s * b for s, b in zip(slots, m.expert_bytes, strict=True)) if slots else 0
     share = held / (m.geometry.E * routed)
-    if hit_rate is not None:
+    if held >= m.experts_bytes:
+        vram, source = 1.0, "all of them"
+    elif hit_rate is not None:
         vram, source = hit_rate if held else 0.0, "given"
     elif ranked and held:
         vram, source = share**SKEW, f"profile, skew assumed (share^{SKEW})"

@@ -3,15 +3,18 @@ machine."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.metadata
 import platform
+import stat
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from strata.cpu.tiers import VARIABLE
+from strata.gpu.presence import LEAST_CAPABILITY
 from strata.planner import probes
 from strata.planner.machine import TIERS, Machine
 
@@ -19,7 +22,7 @@ PACKAGES = ("numpy", "numba", "llvmlite", "gguf", "tokenizers", "jinja2", "psuti
 OPTIONAL = ("cupy-cuda12x", "cupy-cuda13x")
 NVRTC_LIBRARIES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
 
-SLOW_READ_US, SLOW_RAM_GBPS, LITTLE_RAM_BYTES, LEAST_CAPABILITY = 400.0, 15.0, 12 << 30, (7, 5)
+SLOW_READ_US, SLOW_RAM_GBPS, LITTLE_RAM_BYTES = 400.0, 15.0, 12 << 30
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,8 @@ class Report:
                 out.append(f"{topic}: {_shown(value)}")
         out.append("")
         if not self.advice:
-            out.append("Nothing stands out: no slow part found.")
+            what = "no slow part found" + (" in what could be looked at" if self.problems else "")
+            out.append(f"Nothing stands out: {what}.")
         for a in self.advice:
             out.append(f"slow: {a.what}\n  why: {a.why}\n  do:  {a.do}")
         out += [f"probe failed: {p}" for p in self.problems]
@@ -140,8 +144,13 @@ def examine(path: str | Path | None = None) -> Report:
 def _read_probe(place: Path) -> tuple[str, float, float] | None:
     """(file, median us, 95th percentile us) of 4 KiB random reads in the largest file of the folder or below."""
     folder = place if place.is_dir() else place.parent
-    files = [place] if place.is_file() else [p for p in (*folder.glob("*"), *folder.glob("*/*")) if p.is_file()]
-    for file in sorted(files, key=lambda p: -p.stat().st_size)[:3]:
+    sizes = {}
+    for path in [place] if place.is_file() else (*folder.glob("*"), *folder.glob("*/*")):
+        with contextlib.suppress(OSError):  # one that may not be looked at is not the one to read
+            found = path.stat()
+            if stat.S_ISREG(found.st_mode):
+                sizes[path] = found.st_size
+    for file in sorted(sizes, key=lambda path: -sizes[path])[:3]:
         times = probes.random_read_us(file)
         if times is not None:
             return file.name, *times

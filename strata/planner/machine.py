@@ -34,13 +34,16 @@ UNKNOWN_CARD_GBPS = 300.0
 DESCRIBED_RAM_GBPS = 50.0
 """Read rate assumed for a described machine: two channels of a desktop."""
 
+DESCRIBED_USED_BYTES = 3 * GIB // 2
+"""RAM that is taken to be in use on a described machine; half of it all on one of less than twice as much."""
+
 DESCRIBED_CACHE_BYTES = 16 << 20
 
 DESCRIBED_DISK = (3.0, 400_000.0)
 """GB/s and random reads a second assumed for a described machine: a middling NVMe disk."""
 
 
-LEAST_REAL, MOST_REAL = 2.0**-10, 1e9
+LEAST_REAL, MOST_REAL = 0.001, 1e9
 """Sizes in GiB and rates that describe a machine."""
 
 
@@ -63,6 +66,11 @@ class Gpu:
     rates_known: bool = True
     multiprocessors: int | None = None
     has_context: bool = False
+
+    def total_with(self, free_bytes: int) -> int:
+        """VRAM in all with which so much would be free: what is in use stays so, on a small described card as well."""
+        used = self.total_bytes - self.free_bytes if self.free_bytes else max(self.total_bytes, DRIVER_SHARE_BYTES)
+        return max(free_bytes + used, self.total_bytes)
 
 
 @dataclass(frozen=True)
@@ -181,7 +189,8 @@ class Machine:
         """A machine that is not here. Sizes in GiB, rates in GB/s; without `gpu` and `vram_gib` it has no card.
 
         `gpu` is a card by name ("RTX 5070"); `vram_gib` alone is a card of middling speed. RAM available is all but
-        1.5 GiB unless given. Raises BadArgument for an unknown card or tier and for sizes that are not positive.
+        1.5 GiB, half of less than 3 GiB, unless given. Raises BadArgument for an unknown card or tier and for sizes
+        that are not positive.
         """
         vram_gib, vram_free_gib = _real("vram_gib", vram_gib), _real("vram_free_gib", vram_free_gib, zero=True)
         vram_gbps, link_gbps = _real("vram_gbps", vram_gbps), _real("link_gbps", link_gbps)
@@ -204,7 +213,7 @@ class Machine:
             raise BadArgument("vram_free_gib, vram_gbps and link_gbps describe a card", found="no card",
                               needed="gpu= or vram_gib=")  # fmt: skip
         total = int(ram_gib * GIB)
-        free = int(ram_available_gib * GIB) if ram_available_gib is not None else max(total - 3 * GIB // 2, total // 2)
+        free = int(ram_available_gib * GIB) if ram_available_gib is not None else _described_free_bytes(total)
         need(0 < free <= total, "ram_available_gib is out of range", found=ram_available_gib,
              needed=f"above 0, and at most ram_gib, {ram_gib:g}")  # fmt: skip
         card = f"{gpus[0].name}, {gpus[0].total_bytes / GIB:.4g} GiB" if gpus else "no GPU"
@@ -238,13 +247,31 @@ class Machine:
             described=True,
         )
 
+    def ram_total_with(self, free_bytes: int) -> int:
+        """RAM in all with which so much would be free: what is in use stays so, and what is taken to be in use on a
+        described machine grows with small ones. No less than there is."""
+        total, available = self.ram_total_bytes, self.ram_available_bytes
+        if free_bytes <= available:
+            return total
+        if self.described and available == _described_free_bytes(total):
+            return min(free_bytes + DESCRIBED_USED_BYTES, 2 * free_bytes)
+        return total + free_bytes - available
+
+    def with_free_ram(self, free_bytes: int) -> Machine:
+        """The machine with so much free RAM, and no less in all than there is."""
+        return replace(self, ram_total_bytes=self.ram_total_with(free_bytes), ram_available_bytes=free_bytes)
+
+
+def _described_free_bytes(total_bytes: int) -> int:
+    return max(total_bytes - DESCRIBED_USED_BYTES, total_bytes // 2)
+
 
 def _real(label: str, value: object, zero: bool = False) -> float | None:
     """A size or rate that describes a machine, as a float; None for None."""
     number = real_number(value)
     good = number is not None and (LEAST_REAL <= number <= MOST_REAL or (zero and number == 0))
     need(value is None or good, f"{label} is out of range", found=shown(value),
-         needed=f"a number in {LEAST_REAL:g}..{MOST_REAL:g}{' or 0' if zero else ''}")  # fmt: skip
+         needed=f"a number in {LEAST_REAL:g}..{MOST_REAL:,.0f}{' or 0' if zero else ''}")  # fmt: skip
     return number
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from strata.arch import architecture_of
-from strata.base.errors import BadArgument, NoDevice
+from strata.base.errors import BadArgument, NoDevice, need
 from strata.base.geometry import CELL_ROWS, Geometry
 from strata.base.plan import Plan
 from strata.cpu.lower import Lowering, Memory
@@ -69,6 +69,8 @@ def choose_device(machine: Machine, o: PlanOptions) -> Gpu | None:
 
 def _lacking(machine: Machine) -> str | None:
     """Why this machine has no GPU, where that is known, and who says more."""
+    if machine.described and not machine.gpus:
+        return "The machine is described without a card; gpu or vram_gib describes one."
     problem = None if machine.gpus else machine.gpu_problem
     return f"{problem[0].upper()}{problem[1:]}: `strata doctor` shows devices and driver." if problem else None
 
@@ -77,8 +79,11 @@ def _check_cpu(machine: Machine, o: PlanOptions) -> None:
     """Refuse options that mean nothing without a GPU."""
     kind, advice = (BadArgument, None) if o.device == "cpu" else (NoDevice, _lacking(machine))
     found = f"GPUs: {len(machine.gpus)}, device={o.device!r}"
-    given = {"slots": o.slots, "pcie_share": o.pcie_share, "vram_gib": None if o.vram_gib is None else str(o.vram_gib)}
-    asked = [f"{name}={value}" for name, value in given.items() if value]
+    given = {"slots": o.slots or None, "pcie_share": o.pcie_share or None}  # none of either is what the CPU has
+    given |= {name: getattr(o, name) for name in ("vram_gib", "reserve_mib", "hit_rate")}
+    asked = [f"{name}={value}" for name, value in given.items() if value is not None]
+    if o.profile is not None and o.device == "cpu":
+        asked.append("profile")
     if asked:
         raise kind(f"{', '.join(asked)}: this needs a GPU", found=found, needed="a GPU, or a load without this",
                    advice=advice)  # fmt: skip
@@ -90,8 +95,8 @@ def _check_cpu(machine: Machine, o: PlanOptions) -> None:
             advice=advice or "The CPU backend computes experts in place, in the mapped file.",
         )
     if isinstance(o.prefill, int) and o.prefill != CELL_ROWS:
-        raise BadArgument("the CPU reads prompts in chunks of one cell", found=f"prefill={o.prefill}",
-                          needed=f"{CELL_ROWS}, auto or windows")  # fmt: skip
+        raise kind(f"prefill={o.prefill}: a chunk of more than one cell of {CELL_ROWS} rows needs a GPU", found=found,
+                   needed=f"a GPU, or {CELL_ROWS}, auto or windows", advice=advice)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -148,6 +153,12 @@ def make_plan(
             needed=f"{g.L} x {g.E}",
             advice="Make one for this model with `strata profile`, or leave the profile out.",
         )
+    draft = draft_of(model, o)
+    need(o.draft_vocabulary is None or draft is not None, "draft_vocabulary does nothing without a draft layer",
+         found=f"draft={o.draft!r}" + (", none is beside the model" if o.draft == "auto" else ""),
+         needed="a draft layer, or no draft_vocabulary")  # fmt: skip
+    need((o.draft_vocabulary or 1) <= g.V, "draft_vocabulary is larger than the model's vocabulary",
+         found=f"{o.draft_vocabulary:,}" if o.draft_vocabulary else None, needed=f"at most {g.V:,}")  # fmt: skip
     notes = list(model.notes)
     largest = largest_context(model, machine, gpu, o, price_of=by.quick)
     context, why = _context(model, machine, gpu, o, largest, by)
@@ -171,12 +182,12 @@ def make_plan(
         if share is None and by.share is not None and link:
             share = by.share(model, machine, gpu, threads, where.vram, costs)
         estimate = estimate_gpu(model, machine, gpu, threads, context, priced.kv, where, reads, link, costs, share)
+    notes += _idle(model, gpu, o, asked, priced)
     if where.disk > 0:
         notes.append(
             f"disk-bound: {where.disk:.0%} of the routed experts come from disk, at most "
             f"{1000 / sum(r.ms_per_token for r in reads if r.what == 'experts'):.2f} tokens/s"
         )
-    draft = draft_of(model, o)
     return Plan(
         model=model.name,
         path=model.path,
@@ -188,7 +199,7 @@ def make_plan(
         kv=priced.kv,
         experts=priced.experts,
         prefill_rows=priced.prefill_rows,
-        draft="off" if draft is None else draft.source,
+        draft=draft.source if draft is not None else "off" if o.draft == "off" else "lookup",
         checkpoints=o.checkpoints,
         ngram_cache_rows=min(priced.ngram_rows, model.ngram_rows),
         ngram=priced.ngram,
@@ -211,6 +222,21 @@ def make_plan(
         expert_types=model.types_text,
         file_bytes=model.file_bytes,
     )
+
+
+def _idle(m: ModelFacts, gpu: Gpu | None, o: PlanOptions, asked: PlanOptions, priced: Priced) -> list[str]:
+    """Notes on options that turn out to do nothing in this plan. asked: see `make_plan`."""
+    notes, n_slots = [], priced.allotment.n_slots
+    if o.draft == "auto" and draft_of(m, o) is None:
+        notes.append(f"no draft layer beside {m.name}: drafting by lookup alone")
+    if o.profile is not None and gpu is None:
+        notes.append("the profile does nothing here: no GPU holds experts")
+    for name in ("experts", "pcie_share", "profile"):
+        if getattr(asked, name) and getattr(asked, name) != getattr(o, name) and not priced.shortfalls:
+            notes.append(f"{name} does nothing here: VRAM holds every expert")
+    if o.hit_rate is not None and n_slots in (0, m.n_pairs) and not priced.shortfalls:
+        notes.append(f"hit_rate does nothing here: VRAM holds {'every expert' if n_slots else 'no expert'}")
+    return notes
 
 
 def _context(

@@ -45,14 +45,15 @@ def assume_table(gguf: GgufFile) -> str | None:
 def _described(gguf: GgufFile) -> tuple[int, int]:
     """(rows, row width) of the n-gram table by the model's keys, zeros where they do not tell."""
     prefix = f"{gguf.architecture}."
-    moduli = gguf.metadata.get(f"{prefix}ple.head_vocab_sizes")
-    offsets = gguf.metadata.get(f"{prefix}ple.head_offsets")
-    if moduli is None or offsets is None or len(moduli) == 0 or len(moduli) != len(offsets):
+    named = [key for key in (f"{prefix}ple.head_vocab_sizes", f"{prefix}ple.head_offsets") if key in gguf.metadata]
+    if len(named) != 2:
         return 0, 0
-    rows = max(int(m) + int(o) for m, o in zip(moduli, offsets, strict=True))
-    width = gguf.metadata.get(f"{prefix}embedding_length_per_layer_input")
-    if width is None:
+    moduli, offsets = map(gguf.metadata.need_ints, named)
+    if len(moduli) == 0 or len(moduli) != len(offsets):
+        return 0, 0
+    rows = max(m + o for m, o in zip(moduli, offsets, strict=True))
+    width = gguf.metadata.need_int(f"{prefix}embedding_length_per_layer_input", 0)
+    if width == 0:
         key = next((t for n, t in gguf.tensors.items() if n.endswith(".ple_key.weight")), None)
         width = key.shape[-1] // len(moduli) if key is not None else 0
-    width = int(width)
     return (rows, width) if prod((rows, width)) and width % by_name(ASSUMED_TYPE).block_values == 0 else (0, 0)

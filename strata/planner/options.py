@@ -10,6 +10,7 @@ from strata.base.errors import BadArgument, need
 from strata.base.geometry import CELL_ROWS, LEAST_CONTEXT
 from strata.base.numbers import one_of, plain, real_number, shown, whole_number
 from strata.cpu.cores import MOST_THREADS
+from strata.gpu.chunk_plan import CHUNKS
 from strata.pack.profile import ExpertProfile
 from strata.planner.state_bytes import kv_format
 
@@ -20,7 +21,7 @@ NGRAM_MODES = ("auto", "mapped", "direct")
 MOST = {"threads": MOST_THREADS}
 MOST_OF_ANY = (1 << 31) - 1
 """Largest value of a whole number among the options, by name and otherwise: positions and ids are int32."""
-LEAST_GIB, MOST_GIB = 1 / 1024, 1e9
+LEAST_GIB, MOST_GIB = 0.001, 1e9
 
 INSTEAD = {
     "context": "None is the trained context, or what fits.",
@@ -44,7 +45,7 @@ class PlanOptions:
     experts      what RAM holds: "mapped" (file pages), "pinned" (all, locked for the GPU), "resident" (what VRAM
                  does not hold), "auto" (the fastest that fits)
     slots        experts held in VRAM: None = what fits, 0 = none, else exactly so many
-    prefill      "auto", "windows" (no chunk buffers) or rows of a chunk (a multiple of 256)
+    prefill      "auto", "windows" (no chunk buffers) or rows of a chunk (a multiple of 256 up to 8,192)
     draft        "off", "lookup" (in earlier text alone), "auto" (with the draft layer, when the file or folder has one)
                  or "mtp" (priced in its standard form if need be)
     draft_vocabulary   head rows that drafts are scored on; None = as the draft layer's files say, else the usual subset
@@ -86,11 +87,9 @@ class PlanOptions:
             self._set(name, plain(getattr(self, name)))
         for name, least in (("sessions", 1), ("checkpoints", 0)):
             self._set(name, check_whole(name, getattr(self, name), least, optional=False))
-        for name, least in (("context", 1), ("slots", 0), ("ngram_cache_rows", 0), ("threads", 1),
+        for name, least in (("context", LEAST_CONTEXT), ("slots", 0), ("ngram_cache_rows", 0), ("threads", 1),
                             ("draft_vocabulary", 1)):  # fmt: skip
             self._set(name, check_whole(name, getattr(self, name), least))
-        small = self.context is not None and self.context < LEAST_CONTEXT
-        need(not small, "the context is too small", found=self.context, needed=f">= {LEAST_CONTEXT}")
         known = self.profile is None or isinstance(self.profile, ExpertProfile)
         need(known, "profile is unusable", found=shown(self.profile), needed="a path or an ExpertProfile")
         kv_format(self.kv, 1)
@@ -102,12 +101,12 @@ class PlanOptions:
             rows = whole_number(self.prefill)
             self._set("prefill", self.prefill if rows is None else rows)
         chunk = self.prefill
-        whole = type(chunk) is int and chunk > 0 and chunk % CELL_ROWS == 0
+        whole = type(chunk) is int and 0 < chunk <= CHUNKS[0] and chunk % CELL_ROWS == 0
         need(
             whole or one_of(chunk, ("auto", "windows")),
             "prefill is out of range",
             found=shown(chunk),
-            needed="auto, windows or a multiple of 256 rows",
+            needed=f"auto, windows or a multiple of {CELL_ROWS} rows up to {CHUNKS[0]:,}",
         )
         for name, least, most in (("reserve_mib", 0.0, 1e9), ("hit_rate", 0.0, 1.0), ("pcie_share", 0.0, 1.0),
                                   ("vram_gib", LEAST_GIB, MOST_GIB), ("ram_gib", LEAST_GIB, MOST_GIB)):  # fmt: skip
@@ -145,7 +144,7 @@ def check_real(name: str, value: object, least: float, most: float) -> float | N
     number = real_number(value)
     good = number is not None and least <= number <= most
     need(good or value is None, f"{name} is out of range", found=shown(value),
-         needed=f"a number in {least:g}..{most:g}", advice=INSTEAD.get(name))  # fmt: skip
+         needed=f"a number in {least:,g}..{most:,.0f}", advice=INSTEAD.get(name))  # fmt: skip
     return number
 
 

@@ -13,6 +13,7 @@ from strata.planner.draft import DraftFacts, head_bytes, standard_facts
 from strata.planner.facts import ModelFacts
 from strata.planner.kv_choice import as_on_smaller_card, with_kv
 from strata.planner.machine import Gpu, Machine
+from strata.planner.ngram_choice import with_ngram
 from strata.planner.options import PlanOptions
 from strata.planner.ram_room import amount, ram_floor_bytes, ram_free_bytes, ram_needed_bytes
 from strata.planner.slots import Allotment, admission_queue
@@ -262,7 +263,7 @@ class _Ram:
 def _ram_beside_gpu(m: ModelFacts, machine: Machine, o: PlanOptions, host: list[PlanLine], held: Allotment) -> _Ram:
     """Where RAM holds experts beside a GPU: all of them pinned, what VRAM does not hold, or file pages."""
     free = ram_free_bytes(machine, o)
-    floor = ram_floor_bytes(machine, free)
+    floor = ram_floor_bytes(machine.ram_total_bytes, free)
     lines = [*host, PlanLine("system floor", "ram", floor, "left to the system and Python", kind="reserve")]
     room = free - sum(line.held_bytes for line in lines)
     places = m.split.places if m.split is not None else m.expert_bytes
@@ -333,7 +334,7 @@ def price_cpu(m: ModelFacts, machine: Machine, o: PlanOptions, context: int) -> 
     kv = kv_format(o.kv, context, m.geometry.dh)
     chunk = 0 if o.prefill == "windows" else CELL_ROWS
     free = ram_free_bytes(machine, o)
-    floor = ram_floor_bytes(machine, free)
+    floor = ram_floor_bytes(machine.ram_total_bytes, free)
     ngram_rows = _ngram_rows(o, NGRAM_ROWS_CPU)
     host = _held(m, machine, None, o)
     draft = host.draft
@@ -384,10 +385,7 @@ def price(m: ModelFacts, machine: Machine, gpu: Gpu | None, o: PlanOptions, cont
     """The configuration on `gpu`, or on the CPU when that is None. `context` in cells."""
     if o.kv == "auto":
         return with_kv(price, m, machine, gpu, o, context)
-    if o.ngram == "auto":  # pages of the table may take what everything else leaves
-        mapped = price(m, machine, gpu, replace(o, ngram="mapped"), context)
-        if mapped.spare_ram_bytes >= m.ngram_table_bytes:
-            return mapped
-        return price(m, machine, gpu, replace(o, ngram="direct"), context)
+    if o.ngram == "auto":
+        return with_ngram(price, m, machine, gpu, o, context)
     priced = price_cpu(m, machine, o, context) if gpu is None else price_gpu(m, machine, gpu, o, context)
     return replace(priced, ngram=o.ngram)

@@ -21,15 +21,16 @@ def ram_free_bytes(machine: Machine, o: PlanOptions) -> int:
     return free if o.ram_gib is None else min(free, int(o.ram_gib * GIB))
 
 
-def ram_floor_bytes(machine: Machine, free_bytes: int) -> int:
-    return min(FLOOR_BYTES, machine.ram_total_bytes // FLOOR_SHARE, free_bytes // FREE_SHARE)
+def ram_floor_bytes(total_bytes: int, free_bytes: int) -> int:
+    return min(FLOOR_BYTES, total_bytes // FLOOR_SHARE, free_bytes // FREE_SHARE)
 
 
 def ram_needed_bytes(machine: Machine, n_bytes: int) -> int:
     """Free RAM beside whose floor `n_bytes` fit. The floor grows with it: where the machine has less, its RAM is taken
     to grow by what it lacks."""
-    total, available = machine.ram_total_bytes, machine.ram_available_bytes
-    by_total = n_bytes + total // FLOOR_SHARE
-    if by_total > available:  # free = n_bytes + (total + free - available) / FLOOR_SHARE
-        by_total = -(-(n_bytes * FLOOR_SHARE + total - available) // (FLOOR_SHARE - 1))
-    return min(n_bytes + FLOOR_BYTES, by_total, -(-n_bytes * FREE_SHARE // (FREE_SHARE - 1)))
+    needed = n_bytes
+    while True:  # the floor grows by a quarter of what is added at most, so this ends after some twenty rounds
+        larger = n_bytes + ram_floor_bytes(machine.ram_total_with(needed), needed)
+        if larger == needed:
+            return needed
+        needed = larger

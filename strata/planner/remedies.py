@@ -12,10 +12,13 @@ from strata.planner.fitting import PriceOf, fits_at, largest_context
 from strata.planner.machine import Gpu, Machine
 from strata.planner.options import PlanOptions
 from strata.planner.pricing import Priced, price
-from strata.planner.ram_room import ram_needed_bytes
+from strata.planner.ram_room import amount, ram_needed_bytes
 from strata.planner.state_bytes import KV_GROUP
 
 MOST_REMEDIES = 3
+
+MOST_TRIALS = 3
+"""How often an amount of RAM is priced; the first is usually enough."""
 
 
 def _changes(
@@ -41,9 +44,11 @@ def _changes(
     if o.sessions > 1:
         yield "sessions=1", replace(o, sessions=1), context
     if o.draft != "off":
-        yield 'draft="off"', replace(o, draft="off"), context
+        without = ", without draft_vocabulary" if o.draft_vocabulary is not None else ""
+        yield f'draft="off"{without}', replace(o, draft="off", draft_vocabulary=None), context
     if gpu is not None and o.device != "cpu" and o.experts in ("auto", "mapped"):
         given = {"slots": o.slots, "vram_gib": o.vram_gib, "pcie_share": o.pcie_share or None}
+        given |= {name: getattr(o, name) for name in ("reserve_mib", "hit_rate", "profile")}
         dropped = [name for name, value in given.items() if value is not None]
         dropped += ["prefill"] if isinstance(o.prefill, int) and o.prefill != CELL_ROWS else []
         alone = replace(o, device="cpu", **dict.fromkeys(given), prefill="auto" if "prefill" in dropped else o.prefill)
@@ -59,19 +64,27 @@ def _more_memory(machine: Machine, gpu: Gpu | None, o: PlanOptions, priced: Pric
             parts += ['experts="auto"'] if o.experts in ("pinned", "resident") else []
             parts += ["pcie_share=0"] if o.pcie_share else []
             continue
-        name = "VRAM" if s.device == "vram" else "RAM"
-        option = "vram_gib" if s.device == "vram" else "ram_gib"
-        there = {"vram": gpu.free_bytes if gpu else 0, "ram": machine.ram_available_bytes}[s.device]
-        parts.append(_amount(name, option, s.needed_bytes, there, getattr(o, option) is not None))
+        parts.append(_amount(machine, gpu, o, s.device, s.needed_bytes))
     bought = any("more" in part for part in parts)
     return " and ".join(parts) + (", or a smaller release of the model" if bought else "")
 
 
-def _amount(name: str, option: str, needed_bytes: int, there_bytes: int, capped: bool) -> str:
-    """How so many bytes are had where there are fewer, or where a cap leaves fewer."""
-    if there_bytes >= needed_bytes:
+def _amount(machine: Machine, gpu: Gpu | None, o: PlanOptions, device: str, needed_bytes: int, unit: int = MIB) -> str:
+    """How so many free bytes are had where there are fewer, or where a cap leaves fewer."""
+    if device == "vram":
+        name, option, total = "VRAM", "vram_gib", gpu.total_bytes
+        free, with_more = gpu.free_bytes, gpu.total_with(needed_bytes)
+    else:
+        name, option, total = "RAM", "ram_gib", machine.ram_total_bytes
+        free, with_more = machine.ram_available_bytes, machine.ram_total_with(needed_bytes)
+    if free >= needed_bytes:
         return f"{option}={-(-needed_bytes * 10 // GIB) / 10:g} or no cap"
-    return f"{-(-(needed_bytes - there_bytes) // MIB):,} MiB more {name}" + (f" (no {option})" if capped else "")
+    more, lacks = with_more - total, needed_bytes - free
+    text = f"{-(-more // MIB):,} MiB" if unit == MIB else f"{-(-more * 10 // GIB) / 10:,.1f} GiB"
+    why = f"of {amount(with_more)}, {amount(needed_bytes)} are taken to be free" if more > lacks else ""
+    capped = f"no {option}" if getattr(o, option) is not None else ""
+    notes = "; ".join(filter(None, (why, capped)))
+    return f"{text} more {name}" + (f" ({notes})" if notes else "")
 
 
 def remedies(
@@ -102,22 +115,32 @@ def remedies(
         smaller = largest_context(m, machine, gpu, o, no_disk=no_disk, price_of=price_of)
         if 0 < smaller < context:
             found.append(f"context={smaller}")
-    memory = _more_memory(machine, gpu, o, priced) if priced.shortfalls else _ram_for_all(m, machine, o, priced)
+    if priced.shortfalls:
+        memory = _more_memory(machine, gpu, o, priced)
+    else:
+        memory = _ram_for_all(m, machine, gpu, o, context, priced, price_of)
     return (*found, memory) if memory not in found else tuple(found)
 
 
-def _ram_for_all(m: ModelFacts, machine: Machine, o: PlanOptions, priced: Priced) -> str:
-    """RAM with which no expert would come from disk."""
+def _ram_for_all(
+    m: ModelFacts, machine: Machine, gpu: Gpu | None, o: PlanOptions, context: int, priced: Priced, price_of: PriceOf
+) -> str:
+    """RAM with which no expert would come from disk: where they are locked then, a chunk may need more beside them."""
     slots = priced.allotment.slots
     places = m.split.places if slots and m.split is not None else m.expert_bytes
     held = sum(n * size for n, size in zip(slots, places, strict=True)) if slots else 0
     lacking = m.geometry.E * sum(places) - held - priced.ram_expert_bytes
     used = sum(x.held_bytes for x in priced.lines if x.device == "ram" and x.kind != "reserve")
-    needed, there = ram_needed_bytes(machine, used + lacking), machine.ram_available_bytes
-    if there >= needed:
-        return _amount("RAM", "ram_gib", needed, there, True)
-    more, capped = -(-(needed - there) * 10 // GIB) / 10, " (no ram_gib)" if o.ram_gib is not None else ""
-    return f"{more:,.1f} GiB more RAM{capped}, or a release whose experts are that much smaller"
+    needed, free = ram_needed_bytes(machine, used + lacking), replace(o, ram_gib=None)
+    for _ in range(MOST_TRIALS):
+        needed += (machine.ram_available_bytes - needed) % (GIB // 10)  # as much as will be said
+        made = price_of(m, machine.with_free_ram(needed), gpu, free, context)
+        short = [s for s in made.shortfalls if s.device == "ram"]
+        if not short:
+            break
+        needed = max(needed, *(s.needed_bytes for s in short))
+    text = _amount(machine, gpu, o, "ram", needed, GIB)
+    return f"{text}, or a release whose experts are that much smaller" if "more" in text else text
 
 
 def slots_per_gib(

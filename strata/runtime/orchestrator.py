@@ -198,8 +198,8 @@ class Orchestrator:
         """Before a window."""
         self.loan.take_back()
         if self._torn:
-            raise StrataError("an exchange of experts between VRAM and RAM was interrupted", needed="every expert in "
-                              "one of them", advice="Load the model again.")  # fmt: skip
+            raise StrataError("an exchange of experts between VRAM and RAM was interrupted", found="one in neither",
+                              needed="every expert in one of them", advice="Load the model again.")  # fmt: skip
         began = time.perf_counter()
         if self._ended > self._began:  # else the last window failed, or was one for checks
             # A pause between answers is no time that copies may count on in the middle of one.
@@ -375,5 +375,7 @@ class TieredBackend(GpuBackend):
 
     def close(self) -> None:
         """End service and threads, free device and host memory; a second call does nothing."""
-        super().close()
-        self.orchestrator.close()
+        try:
+            super().close()
+        finally:
+            self.orchestrator.close()

@@ -9,6 +9,7 @@ import numpy as np
 
 from strata.base.errors import ContextFull
 from strata.base.geometry import CELL_ROWS, CONTEXT_RESERVE, WINDOW_ROWS
+from strata.base.numbers import shown
 
 CHECKPOINT_EVERY = 4096
 """Tokens between automatic checkpoints of a long prompt."""
@@ -74,7 +75,7 @@ def check_room(n_prompt: int, max_tokens: int | None, context: int) -> int:
     if max_tokens > room:
         raise ContextFull(
             "prompt and answer exceed the context",
-            found=f"{n_prompt} prompt tokens + {max_tokens} max_tokens + {CONTEXT_RESERVE} reserved",
+            found=f"{n_prompt} prompt tokens + {shown(max_tokens)} max_tokens + {CONTEXT_RESERVE} reserved",
             needed=f"at most {context} (the context)",
             advice=f"Use max_tokens <= {room}, a shorter prompt, or load with a larger context=.",
         )

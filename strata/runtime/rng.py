@@ -11,6 +11,7 @@ from numba import njit
 
 from strata.base.compiled import cached_njit
 from strata.base.errors import need
+from strata.base.numbers import shown
 
 PICK, DRAFT, ACCEPT, RESIDUAL = 0, 1 << 61, 1 << 62, 1 << 63
 """Streams: the target's draw, the drafter's draw, the acceptance test and the draw after a rejection."""
@@ -73,7 +74,7 @@ def uniforms(seed: int, positions: np.ndarray, stream: int = PICK) -> np.ndarray
     need(positions.dtype.kind in "iu", "positions must be integers", found=positions.dtype, needed="an integer dtype")
     need(0 <= seed <= MAX_SEED, "seed out of range", found=seed, needed=f"0..{MAX_SEED}")
     inside = positions.size == 0 or (int(positions.min()) >= 0 and int(positions.max()) <= MAX_POSITION)
-    need(inside, "a position is out of range", needed=f"0..{MAX_POSITION}")
+    need(inside, "a position is out of range", found=shown(positions), needed=f"0..{MAX_POSITION}")
     counters = positions.astype(np.uint64).ravel() + np.uint64(stream)
     out = np.empty(counters.size, np.float64)
     _uniforms(counters, seed & _WORD, seed >> 32, out)

@@ -189,7 +189,8 @@ class Draw(NamedTuple):
 
 def _candidates(rows: HeadRows, j: int) -> Candidates:
     if rows.mod_ids is None:
-        raise BadArgument("these rows hold no candidates", needed="rows of SamplingParams.head_request")
+        raise BadArgument("these rows hold no candidates", found="another request's rows",
+                          needed="rows of SamplingParams.head_request")  # fmt: skip
     sums = rows.mod_logsumexp
     return Candidates(rows.mod_ids[j], rows.mod_logits[j], None if sums is None else sums[j])
 
@@ -205,7 +206,8 @@ def _full_row(rows: HeadRows, j: int, params: SamplingParams, request: HeadReque
          needed="HeadRequest(full=True)", advice="Use SamplingParams.head_request.")  # fmt: skip
     if not params.modified:
         return rows.full[j]
-    need(request is not None, "penalties or bias on a full row need the window's request", needed="request=HeadRequest")
+    need(request is not None, "penalties or bias on a full row need the window's request", found="no request",
+         needed="request=HeadRequest")  # fmt: skip
     return modified_row(rows.full[j], request, j, len(rows.full))
 
 
@@ -219,7 +221,8 @@ def _room(V: int) -> chain.Scratch:
 def _row_kept(row: np.ndarray, total: float | None, params: SamplingParams) -> tuple[np.ndarray, np.ndarray, float]:
     """Ids and logits kept (views, valid until this thread's next call) and the largest logit."""
     largest = float(row.max())
-    need(largest > -math.inf, "every token is banned", needed="at least one token without a bias of -inf")
+    need(largest > -math.inf, "every token is banned", found=f"{row.size} logits of -inf",
+         needed="at least one token without a bias of -inf")  # fmt: skip
     if total is None:
         total = log_sum_exp(row) if params.filters[0] == 0 and params.filters[1] < 1 else _NAN
     room = _room(row.size)
@@ -291,7 +294,7 @@ def sample(rows: HeadRows, j: int, params: SamplingParams, position: int, reques
         token = int(rows.mod_ids[j, 0] if params.modified else rows.argmax[j])
     else:
         if params.seed is None:
-            raise BadArgument("sampling needs a seed", found=None, needed="an integer", advice="Use params.seeded().")
+            raise BadArgument("sampling needs a seed", found="none", needed="an integer", advice="Use params.seeded().")
         token = _draw(rows, j, params, uniform(params.seed, position, stream), request)
     if not params.logprobs:
         return Draw(token)

@@ -85,9 +85,11 @@ class ShareProbe:
         until = time.perf_counter() + 1.0
         while words[mail.REPLY // 8] < self._number:
             if time.perf_counter() > until:
-                raise StrataError("the CPU's experts do not answer", needed="an answer in 1 s")
+                raise StrataError("the CPU's experts do not answer", found="none in 1 s", needed="an answer",
+                                  advice="Load again, or give pcie_share= to measure nothing.")  # fmt: skip
         if words[mail.STATUS // 8]:
-            raise StrataError("the CPU's experts failed while they were timed", found=int(words[mail.STATUS // 8]))
+            raise StrataError("the CPU's experts failed while they were timed", needed="status 0",
+                              found=f"status {int(words[mail.STATUS // 8])}", advice="Please report this.")  # fmt: skip
         row = self._server.telemetry()[layer]
         return float(row["end_ns"] - row["start_ns"]) / 1e3
 

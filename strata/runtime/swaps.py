@@ -46,13 +46,15 @@ class SwapRules:
     head_start: float = 30.0
 
     def __post_init__(self) -> None:
-        need(self.every >= 1 and self.most >= 0, "every and most are out of range", found=(self.every, self.most))
+        need(self.every >= 1 and self.most >= 0, "every and most are out of range", found=(self.every, self.most),
+             needed=">= 1 and >= 0")  # fmt: skip
         need(0 < self.decay < 1 and 0 < self.long_decay < 1, "decay and long_decay are out of range",
              found=(self.decay, self.long_decay), needed="between 0 and 1")  # fmt: skip
         need(0 < self.link_share <= 1, "link_share is out of range", found=self.link_share, needed="above 0, at most 1")
         need(self.long_weight >= 0 and self.head_start >= 0, "long_weight and head_start are out of range",
              found=(self.long_weight, self.head_start), needed=">= 0")  # fmt: skip
-        need(self.least > 0 and self.margin >= 0, "least and margin are out of range", found=(self.least, self.margin))
+        need(self.least > 0 and self.margin >= 0, "least and margin are out of range", found=(self.least, self.margin),
+             needed="above 0 and >= 0")  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

@@ -125,7 +125,8 @@ class ExpertTiers:
         exchange: Exchange | None = None,
     ):
         L, E = len(slots.expert_of), n_experts
-        need(L >= 1 and 1 <= E <= MOST_EXPERTS, "layers and experts are out of range", found=(L, E))
+        need(L >= 1 and 1 <= E <= MOST_EXPERTS, "layers and experts are out of range", found=(L, E),
+             needed=f">= 1 and 1 to {MOST_EXPERTS}")  # fmt: skip
         need(len(expert_bytes) == L, "expert_bytes has another number of layers", found=len(expert_bytes), needed=L)
         if profile is not None and (profile.n_layers, profile.n_experts) != (L, E):
             raise BadArgument("the profile is of another model",
@@ -330,7 +331,7 @@ class ExpertTiers:
         """
         need(self._exchange is None, "slots cannot be lent", found="RAM without a copy of what they hold",
              needed="all experts in RAM")  # fmt: skip
-        need(self._lent is None, "slots are lent already", found=self.lent)
+        need(self._lent is None, "slots are lent already", found=self.lent, needed="none")
         chosen = which if isinstance(which, np.ndarray) else tail_slots(self.n_slots, self._order, which)
         self.settle()
         self._lent = []

@@ -95,7 +95,8 @@ def import_session(session: SessionState, blob: bytes, identity: Identity) -> No
     for name in wanted:
         same = same and _fits(state.buffers[name], arrays.get(name))
         same = same and len(arrays[name]) == _used(state, state.buffers[name], len(tokens))
-    need(same, "the exported conversation has another geometry", advice="Import it where the same model is loaded.")
+    need(same, "the exported conversation has another geometry", found="other sizes of cells or recurrent state",
+         needed="those of this model", advice="Import it where the same model is loaded.")  # fmt: skip
     session.ledger.wrote(0)
     session.clear()
     try:
@@ -145,7 +146,8 @@ def _check_identity(header: dict[str, Any], identity: Identity) -> None:
 
 def _read(blob: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Header and arrays (views) of an export."""
-    need(isinstance(blob, bytes | bytearray | memoryview), "an exported session is bytes", found=type(blob).__name__)
+    need(isinstance(blob, bytes | bytearray | memoryview), "an exported session is bytes", found=type(blob).__name__,
+         needed="what Session.export returns")  # fmt: skip
     view = memoryview(blob if memoryview(blob).c_contiguous else bytes(blob)).cast("B")
     start = len(MAGIC) + _HEAD.size
     known = len(view) > start + _CRC.size and bytes(view[: len(MAGIC)]) == MAGIC
@@ -179,7 +181,8 @@ def _arrays(listed: list[list[Any]], data: memoryview) -> dict[str, np.ndarray]:
 
 
 def _damaged(found: str) -> BadArgument:
-    return BadArgument("the exported session is damaged", found=found, advice="Export it again.")
+    return BadArgument("the exported session is damaged", found=found, needed="the bytes as export returned them",
+                       advice="Export it again.")  # fmt: skip
 
 
 def _cells(state: State) -> list[Buffer]:

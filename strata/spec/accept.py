@@ -104,7 +104,7 @@ def accept_window(
     if mode != "rejection":
         return accept_exact(drafts, draw)
     need(distribution is not None and uniforms is not None, "rejection sampling needs more than draws",
-         needed="distribution and uniforms")  # fmt: skip
+         found="draws alone", needed="distribution and uniforms")  # fmt: skip
     need(proposals is None or len(proposals) == len(drafts), "drafts and proposals do not belong together",
          found=f"{len(drafts)} drafts, {len(proposals or ())} proposals", needed="one each")  # fmt: skip
     tokens = []

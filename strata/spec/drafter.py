@@ -87,7 +87,7 @@ class DrafterGuard:
     def __init__(self, drafter: Drafter, vocab: int):
         usable = isinstance(drafter, Drafter) and not isinstance(drafter, type)
         need(usable, "a drafter needs a method propose(tokens, k)", found=type(drafter).__name__,
-             advice="See docs/drafting.md.")  # fmt: skip
+             needed="an object that has it", advice="See docs/drafting.md.")  # fmt: skip
         self.drafter, self.vocab = drafter, vocab
         self.disabled: str | None = None
 
@@ -121,7 +121,7 @@ class DrafterGuard:
             return Draft(tuple(map(int, ids)))
         values = [float(p) for p in probabilities]
         need(len(values) == len(ids), "it gave another number of probabilities than of tokens",
-             found=f"{len(ids)} tokens, {len(values)} probabilities")  # fmt: skip
+             found=f"{len(ids)} tokens, {len(values)} probabilities", needed="one for each")  # fmt: skip
         wrong = [p for p in values if not (math.isfinite(p) and 0 <= p <= 1)]
         need(not wrong, "a probability is out of range", found=wrong[:1], needed="0 to 1")
         return Draft(tuple(map(int, ids)), tuple(values))

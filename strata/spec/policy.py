@@ -75,6 +75,7 @@ class DraftPolicy:
         self._probe_rows = 0  # rows of the probe under way; 0: none
         self._probe_kind = ""
         self._facts, self._limit, self._most, self._per_ms = RoundFacts(), 0, 0, 0.0
+        self._extra = [0.0] * (WINDOW_ROWS + 1)
 
     # ---- what is known
 
@@ -95,9 +96,10 @@ class DraftPolicy:
         """Expected milliseconds of one draft; a twentieth of a row before the first."""
         return 0.05 * self._costs.table[1] if self._draft_ms is None else self._draft_ms
 
-    def _extra(self, T: int) -> float:
-        """Tokens that T - 1 more rows must bring to be worth their milliseconds."""
-        return self._per_ms * (max(0.0, self._costs.table[T] - self._costs.table[1]) + self.asking_ms)
+    def _price(self, limit: int) -> None:
+        """Work out how many tokens T - 1 more rows must bring to be worth their milliseconds, for T <= limit + 1."""
+        per_ms, one, asking_ms = self._per_ms, self._costs.table[1], self.asking_ms
+        self._extra = [per_ms * ((ms - one if ms > one else 0.0) + asking_ms) for ms in self._costs.table[: limit + 2]]
 
     def _looked_up(self, rates: LookupRates, n: int, match_length: int, before: int, reach: float):
         """(value, length) of the best looked-up tail of at most n tokens behind `before` drafts reached by `reach`."""
@@ -105,54 +107,53 @@ class DraftPolicy:
         for k in range(min(n, self._limit - before)):
             reach *= rates.rate(match_length, k)
             gained += reach
-            value = gained - self._extra(before + k + 2)
+            value = gained - self._extra[before + k + 2]
             if value > best:
                 best, length = value, k + 1
         return best, length
 
-    def _begun(self, qs: Sequence[float], limit: int) -> tuple[float, float]:
+    def _begun(self, probabilities: Sequence[float | None], limit: int) -> tuple[float, float]:
         """Value of verifying the best number of the drafts in hand, and of making another first.
 
-        qs  acceptance of the drafts in hand. Values in tokens over T = 1, drafts in hand being paid.
+        probabilities  the drafter's own. Values in tokens over T = 1, drafts in hand being paid.
         """
-        reach, gained, hand = self._doubt.trust, 0.0, 0.0
-        for n, q in enumerate(qs, 1):
-            reach *= q
+        reach, gained, hand, extra = self._doubt.trust, 0.0, 0.0, self._extra
+        for n, p in enumerate(probabilities, 1):
+            reach *= self._drafter.rate(n - 1, p)
             gained += reach
-            hand = max(hand, gained - self._extra(n + 1))
-        m = len(qs)
+            hand = max(hand, gained - extra[n + 1])
+        m = len(probabilities)
         if m >= limit:
             return hand, -math.inf
         one_draft = self._per_ms * self.draft_ms
-        more = 0.0
-        extra, means = [self._extra(n + 1) for n in range(m + 1, limit + 1)], self._drafter.mean
-        for weight, q in self._drafter.outlook(m):
+        more, means = 0.0, [self._drafter.mean(n) for n in range(m + 1, limit)]
+        for weight, q in self._drafter.outlook(m, probabilities):
             r, g, spent = reach * q, gained + reach * q, 0.0
-            best = g - extra[0]
-            for n in range(m + 2, limit + 1):
+            best = g - extra[m + 2]
+            for rows, mean in enumerate(means, m + 3):
                 if r < 0.01:
                     break
-                r *= means(n - 1)
+                r *= mean
                 g += r
                 spent += one_draft
-                best = max(best, g - spent - extra[n - m - 1])
-            more += weight * max(hand, best)
+                value = g - spent - extra[rows]
+                if value > best:
+                    best = value
+            more += weight * (best if best > hand else hand)
         return hand, more - one_draft
 
     def _unbegun(self, limit: int) -> tuple[float, int]:
         """Value of making a first draft, in tokens over T = 1, and how many will then be likely to be made."""
-        per_ms, table, one_draft = self._per_ms, self._costs.table, self.draft_ms
+        one_draft = self._per_ms * self.draft_ms
         trust, wary = self._doubt.trust, self._doubt.wary
-        base, prices = table[1], []
-        for n in range(1, limit + 1):
-            rows = table[n + 1] - base
-            prices.append(per_ms * ((rows if rows > 0.0 else 0.0) + self.asking_ms + (n - 1) * one_draft))
+        extra = self._extra[2 : limit + 2]
         prospects = self._drafter.prospects()
-        for gain, price in zip(self._drafter.best_gains, prices, strict=False):
-            if trust * gain > price:
+        for n, (gain, rows) in enumerate(zip(self._drafter.best_gains, extra, strict=False)):
+            if trust * gain > rows + n * one_draft:
                 break
         else:  # nothing pays, whatever the draft will look like
-            return -per_ms * one_draft, 1
+            return -one_draft, 1
+        prices = [rows + n * one_draft for n, rows in enumerate(extra)]
         more, planned, weightiest = 0.0, 1, 0.0
         for weight, gains in prospects:
             best, length = wary * gains[0] - prices[0], 1
@@ -165,7 +166,7 @@ class DraftPolicy:
                 more += weight * value
             if weight > weightiest:
                 planned, weightiest = length, weight
-        return more - per_ms * one_draft, planned
+        return more - one_draft, planned
 
     # ---- decisions
 
@@ -180,6 +181,7 @@ class DraftPolicy:
         self._most = self._limit
         if not self._costs.n[1] or self._limit <= 0:
             return Choice(0, 0, "the cost of one row comes first" if facts.room else "no room")
+        self._price(self._limit)
         lookup, n_lookup = -math.inf, 0
         if facts.lookup_tokens:
             lookup, n_lookup = self._looked_up(self._lookup, facts.lookup_tokens, facts.match_length, 0, 1.0)
@@ -205,7 +207,7 @@ class DraftPolicy:
             return made + 1 < self._probe_rows
         if made >= self._most:
             return False
-        hand, more = self._begun([self._drafter.rate(i, p) for i, p in enumerate(probabilities)], self._most)
+        hand, more = self._begun(probabilities, self._most)
         return more > hand
 
     def settle(self, probabilities: Sequence[float | None], lookup_tokens: int = 0, match_length: int = 0) -> Choice:
@@ -222,8 +224,8 @@ class DraftPolicy:
         for n in range(1, made + 1):
             reach *= self._drafter.rate(n - 1, probabilities[n - 1])
             gained += reach
-            if gained - self._extra(n + 1) > best:
-                best, n_drafts = gained - self._extra(n + 1), n
+            if gained - self._extra[n + 1] > best:
+                best, n_drafts = gained - self._extra[n + 1], n
         if self._probe_rows:
             return Choice(int(made > 0 and not self._hopeless(probabilities[0])), 0, self._probe_kind)
         if lookup_tokens and made == len(probabilities):
@@ -235,7 +237,7 @@ class DraftPolicy:
 
     def _hopeless(self, probability: float | None) -> bool:
         """Whether a probe's draft need not be verified: the token that its window brings anyway judges it as well."""
-        value = self._doubt.trust * self._drafter.rate(0, probability) - self._extra(2)
+        value = self._doubt.trust * self._drafter.rate(0, probability) - self._extra[2]
         known = self._costs.n[2] >= 4 and self._round - self._costs.last[2] <= LONGEST_PAUSE_ONE_ROW
         return known and value < -HOPELESS
 

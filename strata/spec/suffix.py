@@ -153,7 +153,8 @@ class SuffixLookup:
         if new.size == 0:
             return
         if new.ndim != 1 or new.dtype.kind not in "iu":
-            raise BadArgument("tokens must be one row of integers", found=f"{new.dtype} of shape {new.shape}")
+            raise BadArgument("tokens must be one row of integers", found=f"{new.dtype} of shape {new.shape}",
+                              needed="integers (n,)")  # fmt: skip
         if new.dtype != np.int32 and new.dtype != np.int64:
             new = new.astype(np.int64)
         if self._n + new.size > self._tokens.size:

@@ -20,6 +20,7 @@ import jinja2.sandbox
 from jinja2 import nodes
 
 from strata.base.errors import BadArgument, TemplateError, need
+from strata.base.numbers import shown
 
 THINKING_OFF = ("none", "off", "minimal", "disabled", "false")
 EFFORTS = {"low": "low", "medium": "medium", "high": "xhigh", "xhigh": "xhigh", "max": "xhigh", "maximum": "xhigh"}
@@ -45,7 +46,7 @@ def effort_of(value: str | int | None) -> tuple[bool, str | None]:
     closest = difflib.get_close_matches(str(value).lower(), words, n=1, cutoff=0.5)
     raise BadArgument(
         "unknown reasoning effort",
-        found=repr(value),
+        found=shown(value),
         needed=f"one of {', '.join(words)}, or a budget in tokens of at least 0",
         advice=f"Did you mean {closest[0]!r}?" if closest else None,
     )
@@ -93,7 +94,10 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(
-                "the chat template does not compile", found=f"line {error.lineno}: {error.message}"
+                "the chat template does not compile",
+                found=f"line {error.lineno}: {error.message}",
+                needed="Jinja2 (key tokenizer.chat_template)",
+                advice="Use generate() with a prompt of your own, or a GGUF file with another template.",
             ) from error
 
     @classmethod
@@ -103,6 +107,7 @@ class ChatTemplate:
         if not isinstance(source, str) or not source.strip():
             raise TemplateError(
                 "the file has no chat template",
+                found="no such key" if source is None else "an empty one" if isinstance(source, str) else "no text",
                 needed="tokenizer.chat_template",
                 advice="Use generate() with a prompt of your own, or a GGUF file that carries its template.",
             )
@@ -139,7 +144,12 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         if thinking is not None:
-            need(isinstance(thinking, bool), "thinking must be True, False or None", found=repr(thinking))
+            need(
+                isinstance(thinking, bool),
+                "thinking is no truth value",
+                found=shown(thinking),
+                needed="True, False or None",
+            )
             variables["enable_thinking"] = thinking
         if reasoning_effort is not None:
             variables["reasoning_effort"] = reasoning_effort
@@ -148,21 +158,42 @@ class ChatTemplate:
         try:
             return self._template.render(**{**self._tokens, "documents": None, **variables, **extra})
         except _Refused as error:
-            raise TemplateError(f"the chat template refused the messages: {error.message}") from error
+            raise TemplateError(
+                f"the chat template refused the messages: {error.message.rstrip('.')}",
+                found=_roles(messages),
+                needed="roles and contents that the template takes",
+            ) from error
         except Exception as error:  # a template is a program: it may fail in any way
             raise TemplateError(
-                "the chat template failed", found=f"{type(error).__name__}: {error}", advice="Check roles and fields."
+                "the chat template failed",
+                found=f"{type(error).__name__}: {error}",
+                needed="messages, tools and variables that the template takes",
+                advice="Check roles and fields.",
             ) from error
 
 
-def _check(condition: bool, where: str, message: str, **details: object) -> None:
-    need(condition, f"{where} {message}", **details)
+def _roles(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The last roles of a conversation, as text."""
+    roles = [str(message["role"]) for message in messages]
+    return "roles " + ("… " if len(roles) > 8 else "") + ", ".join(roles[-8:])
+
+
+def _check(
+    condition: bool,
+    where: str,
+    message: str = "is unusable",
+    *,
+    found: object,
+    needed: object,
+    advice: str | None = None,
+) -> None:
+    need(condition, f"{where} {message}", found=found, needed=needed, advice=advice)
 
 
 def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A copy in the form templates expect: content a str (or None), tool-call arguments objects."""
-    _check(_is_list(messages), "messages", "must be a list", found=type(messages).__name__)
-    _check(len(messages) > 0, "messages", "must not be empty", needed="at least one message")
+    _check(_is_list(messages), "messages", needed="a list", found=type(messages).__name__)
+    _check(len(messages) > 0, "messages", "must not be empty", found="none", needed="at least one message")
     return [_checked_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
@@ -171,22 +202,28 @@ def _is_list(value: object) -> bool:
 
 
 def _checked_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
-    _check(isinstance(message, Mapping), where, "must be an object", found=type(message).__name__)
+    _check(isinstance(message, Mapping), where, needed="an object", found=type(message).__name__)
     role = message.get("role")
-    _check(isinstance(role, str) and role != "", f"{where}.role", "must be a non-empty string", found=repr(role))
+    _check(isinstance(role, str) and role != "", f"{where}.role", needed="a non-empty string", found=shown(role))
     result = dict(message)
     calls = message.get("tool_calls")
     if calls is not None:
         at = f"{where}.tool_calls"
-        _check(_is_list(calls), at, "must be a list", found=type(calls).__name__)
-        _check(role == "assistant" or not calls, at, "belong to the assistant", found=f"role {role!r}")
+        _check(_is_list(calls), at, needed="a list", found=type(calls).__name__)
+        _check(
+            role == "assistant" or not calls,
+            at,
+            "belong to the assistant",
+            found=f"role {role!r}",
+            needed="role 'assistant'",
+        )
         result["tool_calls"] = [_checked_call(call, f"{at}[{i}]") for i, call in enumerate(calls)]
     result["content"] = _checked_content(message.get("content"), bool(calls), f"{where}.content")
     reasoning = message.get("reasoning_content")
     _check(
         reasoning is None or isinstance(reasoning, str),
         f"{where}.reasoning_content",
-        "must be a string",
+        needed="a string",
         found=type(reasoning).__name__,
     )
     return result
@@ -196,41 +233,47 @@ def _checked_content(content: object, has_calls: bool, where: str) -> str | None
     if isinstance(content, str):
         return content
     if content is None:
-        _check(has_calls, where, "is missing", needed="a string or a list of text parts; null only beside tool_calls")
+        _check(
+            has_calls,
+            where,
+            "is missing",
+            found="None",
+            needed="a string or a list of text parts; null only beside tool_calls",
+        )
         return None
-    _check(_is_list(content), where, "must be a string or a list of parts", found=type(content).__name__)
+    _check(_is_list(content), where, needed="a string or a list of parts", found=type(content).__name__)
     return "".join(_checked_part(part, f"{where}[{i}]") for i, part in enumerate(content))
 
 
 def _checked_part(part: object, where: str) -> str:
-    _check(isinstance(part, Mapping), where, "must be an object", found=type(part).__name__)
+    _check(isinstance(part, Mapping), where, needed="an object", found=type(part).__name__)
     _check(
         part.get("type") == "text",
         f"{where}.type",
         "is not supported",
-        found=repr(part.get("type")),
+        found=shown(part.get("type")),
         needed="'text'",
         advice="This library runs the text model only; leave pictures and other media out.",
     )
     text = part.get("text")
-    _check(isinstance(text, str), f"{where}.text", "must be a string", found=type(text).__name__)
+    _check(isinstance(text, str), f"{where}.text", needed="a string", found=type(text).__name__)
     return text
 
 
 def _checked_call(call: object, where: str) -> dict[str, Any]:
     """A tool call with its arguments as an object; the empty string means no arguments."""
-    _check(isinstance(call, Mapping), where, "must be an object", found=type(call).__name__)
+    _check(isinstance(call, Mapping), where, needed="an object", found=type(call).__name__)
     nested = "function" in call
     function, at = (call["function"], f"{where}.function") if nested else (call, where)
-    _check(isinstance(function, Mapping), at, "must be an object", found=type(function).__name__)
+    _check(isinstance(function, Mapping), at, needed="an object", found=type(function).__name__)
     name, arguments = function.get("name"), function.get("arguments", {})
-    _check(isinstance(name, str) and name != "", f"{at}.name", "must be a non-empty string", found=repr(name))
+    _check(isinstance(name, str) and name != "", f"{at}.name", needed="a non-empty string", found=shown(name))
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError) as error:
             raise BadArgument(f"{at}.arguments is not valid JSON", found=str(error), needed="a JSON object") from error
-    _check(isinstance(arguments, Mapping), f"{at}.arguments", "must be an object", found=type(arguments).__name__)
+    _check(isinstance(arguments, Mapping), f"{at}.arguments", needed="an object", found=type(arguments).__name__)
     function = {**function, "arguments": dict(arguments)}
     return {**call, "function": function} if nested else function
 
@@ -239,20 +282,20 @@ def checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, A
     """A copy of the tools, or None without any. Raises BadArgument naming index and field."""
     if tools is None:
         return None
-    _check(_is_list(tools), "tools", "must be a list", found=type(tools).__name__)
+    _check(_is_list(tools), "tools", needed="a list", found=type(tools).__name__)
     for i, tool in enumerate(tools):
         where = f"tools[{i}]"
-        _check(isinstance(tool, Mapping), where, "must be an object", found=type(tool).__name__)
+        _check(isinstance(tool, Mapping), where, needed="an object", found=type(tool).__name__)
         kind, function = tool.get("type"), tool.get("function")
-        _check(kind == "function", f"{where}.type", "is not supported", found=repr(kind), needed="'function'")
+        _check(kind == "function", f"{where}.type", "is not supported", found=shown(kind), needed="'function'")
         at = f"{where}.function"
-        _check(isinstance(function, Mapping), at, "must be an object", found=type(function).__name__)
+        _check(isinstance(function, Mapping), at, needed="an object", found=type(function).__name__)
         name, schema = function.get("name"), function.get("parameters")
-        _check(isinstance(name, str) and name != "", f"{at}.name", "must be a non-empty string", found=repr(name))
+        _check(isinstance(name, str) and name != "", f"{at}.name", needed="a non-empty string", found=shown(name))
         _check(
             schema is None or isinstance(schema, Mapping),
             f"{at}.parameters",
-            "must be a JSON schema object",
+            needed="a JSON schema object",
             found=type(schema).__name__,
         )
     return [dict(tool) for tool in tools] or None

@@ -136,5 +136,7 @@ def _checked(stop: str | Sequence[str]) -> tuple[str, ...]:
         if not isinstance(text, str):
             raise BadArgument(f"stop[{i}] is not a string", found=type(text).__name__, needed="str")
         if not text:
-            raise BadArgument(f"stop[{i}] is empty", needed="at least one character", advice="Leave stop out instead.")
+            raise BadArgument(
+                f"stop[{i}] is empty", found="''", needed="at least one character", advice="Leave stop out instead."
+            )
     return strings

@@ -14,16 +14,20 @@ Token kinds follow `tokenizer.ggml.token_type`:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from strata.base.errors import BadArgument, ModelError, need
+from strata.base.errors import BadArgument, ModelError, about, need
+from strata.base.numbers import shown
+from strata.pack.gguf_file import AGAIN
+from strata.pack.gguf_metadata import HeaderStrings, Metadata
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+_TOKENS = "the vocabulary (key tokenizer.ggml.tokens)"
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -56,14 +60,44 @@ BYTE_ALPHABET = _byte_alphabet()
 _BYTE_OF = {char: byte for byte, char in enumerate(BYTE_ALPHABET)}
 
 
-def _required(metadata: Mapping[str, Any], key: str) -> Any:
-    value = metadata.get(key)
+def _is_strings(value: object) -> bool:
+    if isinstance(value, HeaderStrings):
+        return True
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(text, str) for text in value)
+
+
+def _is_integers(value: object) -> bool:
+    array = np.asarray(value) if isinstance(value, np.ndarray | Sequence) else np.empty(0)
+    return array.ndim == 1 and array.dtype.kind in "iu"
+
+
+_FORMS: dict[str, Callable[[object], bool]] = {
+    "a string": lambda value: isinstance(value, str),
+    "an integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
+    "an array of strings": _is_strings,
+    "an array of integers": _is_integers,
+}
+
+
+def _required(metadata: Mapping[str, Any], name: str, form: str) -> Any:
+    """The value of key `tokenizer.ggml.<name>`, which must have a form of _FORMS."""
+    value = _optional(metadata, name, form)
     if value is None:
         raise ModelError(
-            f"the file has no {key}",
-            needed=key,
+            f"the file has no tokenizer.ggml.{name}",
+            found="no such key",
+            needed=form,
             advice="Use a GGUF made with its tokenizer; the first shard carries it.",
         )
+    return value
+
+
+def _optional(metadata: Mapping[str, Any], name: str, form: str) -> Any:
+    key = f"tokenizer.ggml.{name}"
+    value = metadata.get(key)
+    if value is not None and not _FORMS[form](value):
+        found = metadata.type_name(key) if isinstance(metadata, Metadata) else type(value).__name__
+        raise ModelError(f"key {key} has another type", found=found, needed=form)
     return value
 
 
@@ -92,9 +126,9 @@ class Tokenizer:
         self.vocab_size = len(self._tokens)
         if self._types.shape != (self.vocab_size,):
             raise ModelError(
-                "tokenizer.ggml.token_type does not match tokenizer.ggml.tokens",
+                "keys tokenizer.ggml.token_type and tokenizer.ggml.tokens differ in length",
                 found=f"{self._types.size} types",
-                needed=f"{self.vocab_size}",
+                needed=f"{self.vocab_size}, one a token",
             )
         self._bpe = _build_bpe(self._tokens, self._types, merges, pre)
         self._bytes: list[bytes | None] = [None] * self.vocab_size
@@ -111,30 +145,38 @@ class Tokenizer:
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> Tokenizer:
         """Build from the `tokenizer.ggml.*` keys of a GGUF file. Raises ModelError naming the key that does not fit."""
-        model = _required(metadata, "tokenizer.ggml.model")
+        with about(getattr(metadata, "file_name", ""), AGAIN):
+            return cls._from_keys(metadata)
+
+    @classmethod
+    def _from_keys(cls, metadata: Mapping[str, Any]) -> Tokenizer:
+        model = _required(metadata, "model", "a string")
         if model != "gpt2":
             raise ModelError(
-                "the tokenizer model is not supported", found=repr(model), needed="'gpt2' (byte-level BPE)"
+                "the tokenizer of key tokenizer.ggml.model is not supported",
+                found=shown(model),
+                needed="'gpt2' (byte-level BPE)",
             )
-        pre = _required(metadata, "tokenizer.ggml.pre")
+        pre = _required(metadata, "pre", "a string")
         if pre not in PATTERNS:
             raise ModelError(
-                "the pre-tokeniser is not supported", found=repr(pre), needed=" or ".join(map(repr, PATTERNS))
+                "the pre-tokeniser of key tokenizer.ggml.pre is not supported",
+                found=shown(pre),
+                needed=" or ".join(map(repr, PATTERNS)),
             )
         if metadata.get("tokenizer.ggml.add_bos_token"):
             raise ModelError(
                 "the tokenizer wants a first token", found="add_bos_token = true", needed="false or absent"
             )
-        bos = metadata.get("tokenizer.ggml.bos_token_id")
-        turn_ends = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom"))
+        turn_ends = (_optional(metadata, f"{name}_token_id", "an integer") for name in ("eot", "eom"))
         return cls(
-            _required(metadata, "tokenizer.ggml.tokens"),
-            _required(metadata, "tokenizer.ggml.token_type"),
-            _required(metadata, "tokenizer.ggml.merges"),
+            _required(metadata, "tokens", "an array of strings"),
+            _required(metadata, "token_type", "an array of integers"),
+            _required(metadata, "merges", "an array of strings"),
             pre=pre,
-            eos_id=int(_required(metadata, "tokenizer.ggml.eos_token_id")),
-            bos_id=None if bos is None else int(bos),
-            extra_stop_ids=[int(i) for i in turn_ends if i is not None],
+            eos_id=_required(metadata, "eos_token_id", "an integer"),
+            bos_id=_optional(metadata, "bos_token_id", "an integer"),
+            extra_stop_ids=[i for i in turn_ends if i is not None],
         )
 
     def encode(self, text: str, special: bool = True) -> np.ndarray:
@@ -205,13 +247,14 @@ class Tokenizer:
 
 
 def _check_text(text: str) -> None:
-    need(isinstance(text, str), "text must be a str", found=type(text).__name__)
+    need(isinstance(text, str), "text must be a str", found=type(text).__name__, needed="str")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise BadArgument(
             "text is not valid Unicode",
             found=f"lone surrogate U+{ord(text[error.start]):04X} at character {error.start}",
+            needed="text that UTF-8 can hold",
             advice="Decode input with errors='replace'.",
         ) from error
     if len(text) > LONGEST_SPACE_RUN:
@@ -230,24 +273,32 @@ def _build_bpe(tokens: list[str], types: np.ndarray, merges: Sequence[str], pre:
     vocab = {tokens[i]: i for i in normal}
     if len(vocab) != len(normal):
         twice = next(tokens[i] for i in normal if vocab[tokens[i]] != i)
-        raise ModelError("a token is in the vocabulary twice", found=repr(twice))
+        raise ModelError(f"a token is in {_TOKENS} twice", found=shown(twice), needed="each token once")
     missing = [byte for byte in range(256) if BYTE_ALPHABET[byte] not in vocab]
     if missing:
-        raise ModelError(
-            "the vocabulary lacks single bytes", found=f"bytes {missing[:8]} missing", needed="all 256 bytes"
-        )
+        raise ModelError(f"{_TOKENS} lacks single bytes", found=f"bytes {missing[:8]} missing", needed="all 256 bytes")
     if not set("".join(vocab)) <= _BYTE_OF.keys():
         token = next(i for i in normal if not set(tokens[i]) <= _BYTE_OF.keys())
-        raise ModelError(f"token {token} is not in the byte alphabet", found=repr(tokens[token]))
+        raise ModelError(
+            f"token {token} is not in the byte alphabet",
+            found=shown(tokens[token]),
+            needed="characters that stand for bytes",
+        )
     merges = list(merges)
     pairs = [tuple(line.split(" ")) for line in merges]
     wrong = next((line for line, pair in zip(merges, pairs, strict=True) if len(pair) != 2), None)
     if wrong is not None:
-        raise ModelError("a merge is not two tokens", found=repr(wrong), needed="'left right'")
+        raise ModelError(
+            "a merge of key tokenizer.ggml.merges is not two tokens", found=shown(wrong), needed="'left right'"
+        )
     try:
         bpe = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=pairs))
     except Exception as error:  # the library raises plain Exception for a merge whose parts or result are unknown
-        raise ModelError("merges and vocabulary do not fit", found=str(error)) from error
+        raise ModelError(
+            "keys tokenizer.ggml.merges and tokenizer.ggml.tokens do not fit together",
+            found=str(error),
+            needed="merges of tokens into tokens",
+        ) from error
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(tokenizers.Regex(PATTERNS[pre]), "isolated"),
@@ -262,9 +313,9 @@ def _literal_ids(tokens: list[str], types: np.ndarray) -> dict[str, int]:
     literals: dict[str, int] = {}
     for i in np.flatnonzero((types == CONTROL) | (types == USER_DEFINED)).tolist():
         if not tokens[i]:
-            raise ModelError(f"special token {i} has no text")
+            raise ModelError(f"special token {i} has no text", found="''", needed="at least one character")
         if tokens[i] in literals:
-            raise ModelError("a special token is in the vocabulary twice", found=repr(tokens[i]))
+            raise ModelError(f"a special token is in {_TOKENS} twice", found=shown(tokens[i]), needed="each token once")
         literals[tokens[i]] = i
     return literals
 

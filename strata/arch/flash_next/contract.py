@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from strata.base.errors import ModelError
+from strata.arch.flash_next.geometry import ADVICE, PREFIX
+from strata.base.errors import ModelError, about
 from strata.base.geometry import Geometry
+from strata.cpu.float_vectors import LANES
 from strata.pack.gguf_file import GgufFile, TensorInfo
+from strata.pack.ngram_check import check_table
 from strata.pack.tensors import HeldTensor
 
+TABLE = "per_layer_token_embd.weight"
 MATRIX = "matrix"
 VECTOR = "vector"
 ROWS = "rows"
@@ -90,7 +94,7 @@ def required_tensors(g: Geometry, merged_layers: frozenset[int] = frozenset()) -
     ]
     if g.ngram:
         rows = max(o + m for o, m in zip(g.ngram.offsets, g.ngram.moduli, strict=True))
-        needs.append(Need("per_layer_token_embd.weight", (rows, g.ngram.row_width), ROWS))
+        needs.append(Need(TABLE, (rows, g.ngram.row_width), ROWS))
     for layer, kind in enumerate(g.kinds):
         b = f"blk.{layer}."
         needs += _hyper_connection(b + "hc_attn", g)
@@ -128,25 +132,49 @@ def merged_layers(gguf: GgufFile, g: Geometry) -> frozenset[int]:
 
 def check_contract(gguf: GgufFile, g: Geometry) -> None:
     """Raise ModelError for the first tensor that is missing, has another shape, or a type its use does not allow."""
-    if g.ngram and not 0 <= g.ngram.layer < g.L:
-        raise ModelError("n-gram layer", found=g.ngram.layer, needed=f"0..{g.L - 1}")
-    for n in required_tensors(g, merged_layers(gguf, g)):
-        _check(n, gguf.tensors.get(n.name), "Is every shard in place?")
+    with about(gguf.path.name, ADVICE):
+        if g.ngram and not 0 <= g.ngram.layer < g.L:
+            raise ModelError(
+                f"key {PREFIX}ple.layers names a layer that is not there",
+                found=g.ngram.layer,
+                needed=f"0..{g.L - 1}",
+            )
+        _check_heads(g)
+        for n in required_tensors(g, merged_layers(gguf, g)):
+            _check(n, gguf.tensors.get(n.name), gguf.missing_advice)
+        if g.ngram:
+            check_table(gguf.info(TABLE), g.ngram, gguf.path.name)
+
+
+def _check_heads(g: Geometry) -> None:
+    """Heads that kernels compute are whole vectors."""
+    for used, key, size in (
+        ("qsa" in g.kinds, "attention.key_length", g.dh),
+        ("qsa" in g.kinds and g.block_cells > 0, "attention.indexer.key_length", g.indexer_dim),
+        ("gdn" in g.kinds, "ssm.inner_size / ssm.time_step_rank", g.gdn_value_dim),
+    ):
+        if used and size % LANES:
+            raise ModelError(
+                f"heads of key {PREFIX}{key} have an odd size", found=size, needed=f"a multiple of {LANES}"
+            )
 
 
 def check_draft(held: Mapping[str, HeldTensor], g: Geometry) -> None:
     """As check_contract for the tensors of a draft layer."""
-    for n in draft_needs(g):
-        _check(n, held.get(n.name), "Does the draft layer belong to this model?")
+    with about("draft layer", "Does the draft layer belong to this model?"):
+        for n in draft_needs(g):
+            _check(n, held.get(n.name))
 
 
-def _check(n: Need, info: TensorInfo | HeldTensor | None, advice: str) -> None:
+def _check(n: Need, info: TensorInfo | HeldTensor | None, if_missing: str | None = None) -> None:
     if info is None:
-        raise ModelError(f"tensor {n.name} is missing", needed=f"shape {n.shape}", advice=advice)
-    table = n.name == "per_layer_token_embd.weight" and info.shape[0] >= n.shape[0] and info.shape[1:] == n.shape[1:]
+        raise ModelError(
+            f"tensor {n.name} is missing", found="no such tensor", needed=f"shape {n.shape}", advice=if_missing
+        )
+    table = n.name == TABLE and info.shape[0] >= n.shape[0] and info.shape[1:] == n.shape[1:]
     one_row = n.use == VECTOR and info.shape in ((1, *n.shape), (n.shape[0], 1, *n.shape[1:]))
     if info.shape != n.shape and not table and not one_row:
-        raise ModelError(f"tensor {n.name} has another shape", found=info.shape, needed=n.shape, advice=advice)
+        raise ModelError(f"tensor {n.name} has another shape", found=info.shape, needed=n.shape)
     name = info.format.name
     if n.use == VECTOR and name not in ("F32", "F16", "BF16"):
         raise ModelError(f"type of tensor {n.name} does not suit its use", found=name, needed="F32, F16 or BF16")

@@ -17,9 +17,9 @@ import typer
 import strata
 from strata.base.errors import need
 from strata.cli import flags
-from strata.cli.bench.numbers import numbers, spread, words
+from strata.cli.bench.numbers import count, numbers, spread, words
 from strata.cli.output import Bar
-from strata.cpu.cores import core_facts, usable_cores
+from strata.cpu.cores import MOST_THREADS, core_facts, usable_cores
 from strata.cpu.pool import Pool
 from strata.cpu.tiers import available_tiers, best_tier
 from strata.kernel_speed import COLUMNS, HOT_ROWS, KernelBench, Rates, cold_bytes, reading, wall_seconds
@@ -61,7 +61,10 @@ def command(
     run_kb: Annotated[str, typer.Option(help="With --phases: longest runs of rows in KB, comma-separated.")] = "512",
     huge: Annotated[bool, typer.Option("--huge", help="With --phases: also from huge pages.")] = False,
     ggml: Annotated[
-        Path | None, typer.Option(help="Beside ggml on one core: a shared object with its ggml_vec_dot_*.")
+        Path | None,
+        typer.Option(
+            parser=flags.path_of, metavar="PATH", help="Beside ggml on one core: shared object with its ggml_vec_dot_*."
+        ),
     ] = None,
     chunk_rows: Annotated[
         str, typer.Option(help="Products of so many rows, as 8,64: four at a time, and by the kernel for any number.")
@@ -108,11 +111,13 @@ def command(
     rows = rows or (ROWS if prefetch is None else "1")
     tier = best_tier() if tier is None else tier
     need(tier in available_tiers(), "this machine does not run the tier", found=tier, needed=f"{available_tiers()}")
-    need(32 <= columns <= 1 << 16, "--columns is out of range", found=columns, needed="32 to 65536")
-    need(repeat >= 1, "--repeat is too small", found=repeat, needed=">= 1")
-    need(mb is None or 8 <= mb <= 1 << 16, "--mb is out of range", found=mb, needed="8 to 65536")
+    count("--columns", columns, 32, 1 << 16)
+    count("--repeat", repeat, 1)
+    count("--mb", mb, 8, 1 << 16)
+    pairs = words("--experts", experts)
+    need(bool(pairs), "--experts names no types", found=repr(experts), needed="GATE_UP/DOWN")
     n_bytes = cold_bytes() if mb is None else mb << 20
-    counts = numbers("--threads", threads, 1024) or [usable_cores(core_facts())]
+    counts = numbers("--threads", threads, MOST_THREADS) if threads else [usable_cores(core_facts())]
     report: dict[str, Any] = {
         "command": " ".join(["strata", *sys.argv[1:]]),
         "machine": _machine(),
@@ -130,20 +135,21 @@ def command(
         from strata.cli.bench.prefetches import kernels, layers
 
         how = (_rows(rows), counts, tier, n_bytes, prefetch, repeat)
-        report["prefetches"] = layers(words(experts), *how) if layer else kernels(words(types), columns, *how)
+        report["prefetches"] = layers(pairs, *how) if layer else kernels(words("--types", types), columns, *how)
     elif phases:
-        runs = numbers("--run-kb", run_kb, 1 << 16) or [512]
-        report["phases"] = [_phases(t, _rows(rows), counts, runs, huge, tier, n_bytes, repeat) for t in words(experts)]
+        runs = numbers("--run-kb", run_kb, 1 << 16)
+        report["phases"] = [_phases(t, _rows(rows), counts, runs, huge, tier, n_bytes, repeat) for t in pairs]
     elif layer:
-        report["layers"] = [_layer(t, _rows(rows), counts, tier, n_bytes, repeat) for t in words(experts)]
+        report["layers"] = [_layer(t, _rows(rows), counts, tier, n_bytes, repeat) for t in pairs]
     else:
         need(len(counts) == 1, "--threads takes one number without --layer", found=threads, needed="one number")
         report["threads"] = counts[0] if ggml is None else 1
         quantised = [name for name in ALL_TYPES if by_name(name).group]
-        names = words(types) or (list(ALL_TYPES) if ggml is None else quantised)
+        names = words("--types", types) or (list(ALL_TYPES) if ggml is None else quantised)
         for name in names:
             block = by_name(name).block_values
-            need(by_name(name).activation != "none", f"{name} matrices have no products")
+            need(by_name(name).activation != "none", f"{name} matrices have no products", found=name,
+                 needed="a type that products take")  # fmt: skip
             need(columns % block == 0, f"--columns does not fit {name}", found=columns, needed=f"a multiple of {block}")
         report["columns"] = columns
         if chunk_rows:
@@ -161,7 +167,7 @@ def command(
 
 
 def _rows(text: str) -> list[int]:
-    return numbers("--rows", text, MOST_ROWS) or [1]
+    return numbers("--rows", text, MOST_ROWS)
 
 
 # ---- measuring

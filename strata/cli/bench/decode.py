@@ -18,7 +18,7 @@ import strata
 from strata.base.errors import need
 from strata.base.geometry import CELL_ROWS, CONTEXT_RESERVE
 from strata.cli import flags
-from strata.cli.bench.numbers import spread
+from strata.cli.bench.numbers import count, spread
 from strata.cli.experts_text import expert_lines
 from strata.cli.output import Bar, working
 from strata.measure import KINDS, PROMPT_TOKENS, DraftingSpeed, Pair, Sample, Speed
@@ -50,9 +50,9 @@ def command(
     largest; it leaves out what changes between repeats. CPU: the same by CPU seconds of all threads, which says more
     where other programs use the machine.
     """
-    counts = (("--tokens", tokens, 2), ("--prefill-tokens", prefill_tokens, 2), ("--repeat", repeat, 1))
-    for name, value, least in counts:
-        need(value >= least, f"{name} is too small", found=value, needed=f">= {least}")
+    count("--tokens", tokens, 2)
+    count("--prefill-tokens", prefill_tokens, 2)
+    count("--repeat", repeat, 1)
     cells = max(PROMPT_TOKENS + tokens, prefill_tokens) + CONTEXT_RESERVE + 1
     context = load["context"] if load["context"] is not None else -(-cells // CELL_ROWS) * CELL_ROWS
     need(context >= cells, "--context is too small for this bench", found=context, needed=f">= {cells}")

@@ -15,6 +15,7 @@ import typer
 from strata.base.errors import BadArgument, need
 from strata.base.geometry import CELL_ROWS, CONTEXT_RESERVE
 from strata.cli import flags
+from strata.cli.bench.numbers import count
 from strata.cli.output import Bar
 
 if TYPE_CHECKING:
@@ -62,13 +63,14 @@ def command(
     Without --tokens and --repeat they are chosen after a look at the model's speed, so that all answers together take
     about 40 seconds, and printed. Longer: -n 256 -r 5.
     """
-    from strata.synth import SynthSpec
+    from strata.synth import MOST_LAYERS, MOST_SEED, SynthSpec
 
     wanted = _acceptances(acceptance)
-    need(layers >= 0, "--layers is negative", found=layers)
+    count("--layers", layers, 0, MOST_LAYERS)
+    count("--seed", seed, 0, MOST_SEED)
     need(layers == 0 or model is None, "a made model and a file", found="--layers and --model", needed="one of them")
-    for name, value, least in (("--tokens", tokens, 8), ("--repeat", repeat, 1)):
-        need(value is None or value >= least, f"{name} is too small", found=value, needed=f">= {least}")
+    count("--tokens", tokens, 8)
+    count("--repeat", repeat, 1)
     if not layers:
         flags.refuse_idle(ctx, ("experts", "n_experts", "vocabulary"), "without --layers")
     spec = None
@@ -78,9 +80,10 @@ def command(
         from strata.planner.options import PlanOptions
 
         # Before a model is made, which takes minutes.
-        choose_device(Machine.here(), PlanOptions(device=device or "auto", vram_gib=vram_gib))
+        choose_device(Machine.here(), PlanOptions(device=device or "auto", vram_gib=vram_gib, kv=kv, threads=threads))
         spec = SynthSpec.of_types(experts, layers=layers, experts=n_experts, vocabulary=vocabulary, seed=seed,
                                   distinct_pieces=DISTINCT_PIECES)  # fmt: skip
+        spec.need_replayable()
     report: dict[str, Any] = {"command": " ".join(["strata", *sys.argv[1:]])}
     with _path(model, spec) as path:
         options = {"threads": threads, "device": device, "vram_gib": vram_gib, "kv": kv}

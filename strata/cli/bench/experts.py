@@ -6,14 +6,16 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from strata.base.errors import BadArgument, need
+from strata.base.errors import BadArgument, NoDevice, need
+from strata.base.geometry import WINDOW_ROWS
 from strata.cli import flags
-from strata.cli.bench.gpu import DISTINCT_PIECES, model_path
+from strata.cli.bench.gpu import DISTINCT_PIECES, FileToMeasure, model_path
+from strata.cli.bench.numbers import count
+from strata.cli.locate import find_model
 from strata.cli.output import Bar
 
 if TYPE_CHECKING:
@@ -28,9 +30,7 @@ OF_A_MADE_MODEL = ("layers", "types", "n_experts", "vocabulary")
 
 def command(
     ctx: typer.Context,
-    model: Annotated[
-        Path | None, typer.Option("--model", "-m", help="GGUF file to measure; without it a model is made in memory.")
-    ] = None,
+    model: FileToMeasure = None,
     layers: Annotated[int, typer.Option(help="Layers of the made model; the real one has 48.")] = 12,
     types: Annotated[str, typer.Option("--types", help="Types of its routed experts: GATE_UP/DOWN.")] = "Q4_K/IQ4_NL",
     n_experts: Annotated[int, typer.Option("--n-experts", help="Its routed experts a layer.")] = 512,
@@ -81,12 +81,21 @@ def command(
             flags.refuse_idle(ctx, ("share", "busy"), "with --shares")
     if model is not None:
         flags.refuse_idle(ctx, OF_A_MADE_MODEL, "with --model")
-    wanted = None if shares is None and fraction is not None else _shares(shares or "0,0.25,0.5,0.75")
+    wanted = None if shares is None and fraction is not None else _shares(shares)
     need(experts in ("pinned", "mapped"), "--experts is unknown", found=repr(experts), needed="pinned or mapped")
+    need(fraction is None or 0 < fraction < 1, "--fraction is out of range", found=fraction, needed="above 0, below 1")
+    count("--rows", rows, 1, WINDOW_ROWS)
+    count("--windows", windows, 2)
+    count("--tokens", tokens, 2)
     spec = SynthSpec.of_types(types, layers=layers, experts=n_experts, vocabulary=vocabulary, seed=seed,
                               distinct_pieces=DISTINCT_PIECES)  # fmt: skip
     # Before a model is made, which takes minutes.
-    _need_card(Machine.here(), PlanOptions(device=device or "cuda", experts=experts))
+    if model is not None:
+        model = find_model(model)
+    else:
+        spec.need_replayable()
+    _need_card(Machine.here(), PlanOptions(device=device or "cuda", experts=experts, threads=threads, context=context,
+                                           pcie_share=share))  # fmt: skip
     usual = {"threads": threads, "context": context, "device": device or "cuda", "seed": seed}
     with model_path(model, spec, None) as path, Bar("measuring", "settings") as bar:
         if fraction is not None and wanted is not None:
@@ -113,9 +122,13 @@ def _need_card(machine: Machine, o: PlanOptions) -> None:
     """Refuse the CPU and cards that are not there: windows without a GPU share nothing."""
     from strata.planner.memory import choose_device
 
-    need(o.device != "cpu", "a measurement of experts that a GPU and the CPU share needs a GPU",
-         found="--device cpu", needed="cuda or cuda:N")  # fmt: skip
-    choose_device(machine, replace(o, device="cuda") if o.device == "auto" else o)
+    what = "a measurement of experts that a GPU and the CPU share needs a GPU"
+    need(o.device != "cpu", what, found="--device cpu", needed="cuda or cuda:N")
+    try:
+        choose_device(machine, replace(o, device="cuda") if o.device == "auto" else o)
+    except NoDevice as error:  # which knows what the CPU could do, and that is nothing here
+        cards = [f"cuda:{gpu.index}" for gpu in machine.gpus]
+        raise NoDevice(what, found=error.found, needed=" or ".join(cards) or "one", advice=error.advice) from None
 
 
 class _Told:
@@ -132,7 +145,8 @@ class _Told:
         self._n = len(text)
 
 
-def _shares(text: str) -> list[float]:
+def _shares(text: str | None) -> list[float]:
+    text = "0,0.25,0.5,0.75" if text is None else text
     try:
         found = [float(word) for word in text.split(",")]
     except ValueError:

@@ -17,6 +17,8 @@ from strata.base.compiled import CFunction
 from strata.base.errors import need
 from strata.cli import flags
 from strata.cli.bench.float_cases import Builder, Case, cases
+from strata.cli.bench.numbers import count
+from strata.cpu.cores import MOST_THREADS
 from strata.cpu.float_bits import HAS_FMA
 from strata.cpu.machine_code import i64_view
 from strata.cpu.pool import Pool
@@ -41,7 +43,7 @@ def command(
     floor: the longest of the bytes from memory at the streaming rate, the bytes from the cache at its rate, and the
     multiply-adds (or instructions like them) at their rate; the rates are measured in the same run, on one core.
     """
-    need(threads >= 1, "--threads is out of range", found=threads, needed=">= 1")
+    count("--threads", threads, 1, MOST_THREADS)
     need(0 < seconds <= 600, "--seconds is out of range", found=seconds, needed="above 0, at most 600")
     need(all(1 <= T <= 8 for T in rows or ()), "--rows is out of range", found=rows, needed="1 to 8")
     rates = Rates.here()
@@ -64,7 +66,8 @@ def _median_us(case: Case, seconds: float, clock: Callable[[], float]) -> float:
     ends = time.perf_counter() + seconds
     while len(times) < 3 or (time.perf_counter() < ends and len(times) < MOST_REPEATS):
         began = clock()
-        need(case.walk.run() < 0, f"{case.name} reported an error on plain data", found=case.walk.error)
+        need(case.walk.run() < 0, f"{case.name} reported an error on plain data", found=case.walk.error,
+             needed="no error", advice="Please report this.")  # fmt: skip
         times.append(clock() - began)
     return statistics.median(times) / case.places * 1e6
 

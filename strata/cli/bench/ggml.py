@@ -62,7 +62,7 @@ def _product(library: ctypes.CDLL, name: str) -> Callable[..., None]:
         vec_dot = _VEC_DOT((f"ggml_vec_dot_{own}_{records_of(name)}", library))
     except AttributeError as error:
         raise BadArgument(f"this library of ggml has no product with {name}", found=str(error),
-                          advice="Leave the format out with --types.") from error  # fmt: skip
+                          needed="one it has", advice="Leave the format out with --types.") from error  # fmt: skip
 
     @njit(nogil=True)
     def rows(w, w_stride, n_rows, x, x_stride, R, K, out, out_stride):
@@ -89,7 +89,7 @@ def _quantised(library: ctypes.CDLL, name: str, x: np.ndarray) -> np.ndarray:
 def compare(library: ctypes.CDLL, bench: KernelBench, format: BlockFormat, R: int, repeats: int) -> dict[str, Any]:
     """Rates of both on the area of `bench`, and the ratio of each repeat. StrataError if the results differ."""
     need(format.activation.startswith("q8"), f"ggml has no products with {format.name} to compare with",
-         needed="a quantised format")  # fmt: skip
+         found=format.name, needed="a quantised format")  # fmt: skip
     area, K, row_bytes = bench.fill(format), bench.columns, format.row_bytes(bench.columns)
     n = area.size // row_bytes
     x = np.random.default_rng(R).standard_normal((R, K)).astype(np.float32)  # as activation_records

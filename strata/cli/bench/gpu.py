@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from strata.base.errors import BadArgument, StrataError, need
-from strata.base.geometry import CONTEXT_RESERVE
+from strata.base.errors import StrataError, need
+from strata.base.geometry import CONTEXT_RESERVE, LEAST_CONTEXT, WINDOW_ROWS
 from strata.cli import flags
+from strata.cli.bench.numbers import count, numbers
 from strata.cli.output import Bar, working
+from strata.cpu.cores import MOST_THREADS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,11 +37,18 @@ OF_A_MADE_MODEL = ("layers", "experts", "n_experts", "vocabulary", "threads")
 """Parameters that a file has no use for."""
 
 
+FileToMeasure = Annotated[
+    Path | None,
+    typer.Option(
+        "--model", "-m", parser=flags.path_of, metavar="PATH",
+        help="GGUF file to measure; without it a model is made in memory.",
+    ),
+]  # fmt: skip
+
+
 def command(
     ctx: typer.Context,
-    model: Annotated[
-        Path | None, typer.Option("--model", "-m", help="GGUF file to measure; without it a model is made in memory.")
-    ] = None,
+    model: FileToMeasure = None,
     layers: Annotated[int, typer.Option(help="Layers of the made model; the real one has 48.")] = 12,
     experts: Annotated[str, typer.Option(help="Types of its routed experts: GATE_UP/DOWN.")] = "Q4_K/IQ4_NL",
     n_experts: Annotated[int, typer.Option("--n-experts", help="Its routed experts a layer.")] = 512,
@@ -73,8 +82,10 @@ def command(
     --compare times the same windows with kernels put together or started in other ways. --check-early reads windows one
     after the other at every level of early starts and fails if a bit of their streams differs.
     """
+    from strata.cli.locate import find_model
     from strata.gpu.device import required_device
     from strata.planner.cards import card_by_name
+    from strata.planner.options import MOST_OF_ANY
     from strata.synth import SynthSpec
 
     if model is not None:
@@ -82,13 +93,15 @@ def command(
     for other, given in (("--compare", compare), ("--check-early", check_early)):
         if given is not None:
             flags.refuse_idle(ctx, ("card",), f"with {other}")
-    need(compare is None or check_early is None, "--compare and --check-early exclude each other")
-    need(check_early is None or check_early >= 1, "--check-early is too small", found=check_early, needed=">= 1 window")
+    need(compare is None or check_early is None, "--compare and --check-early exclude each other", found="both",
+         needed="one")  # fmt: skip
+    count("--check-early", check_early, 1)
     choices = None if compare is None else _choices(compare)
     need(routing in ROUTINGS, "no such routing", found=repr(routing), needed=", ".join(ROUTINGS))
     need(kv in ("f16", "int8"), "kv is unknown", found=repr(kv), needed="f16 or int8")
-    need(threads is None or threads >= 1, "--threads is too small", found=threads, needed=">= 1")
-    wanted = _rows(rows)
+    count("--threads", threads, 1, MOST_THREADS)
+    count("--context", context, LEAST_CONTEXT, MOST_OF_ANY)
+    wanted = numbers("--rows", rows, WINDOW_ROWS)
     most = context - CONTEXT_RESERVE
     need(0 <= position <= most, "--position is outside the context", found=position, needed=f"0 to {most}")
     read = position + (check_early or 0) * max(wanted)
@@ -97,6 +110,10 @@ def command(
     other = card_by_name(card)
     spec = SynthSpec.of_types(experts, layers=layers, experts=n_experts, vocabulary=vocabulary, seed=seed,
                               distinct_pieces=DISTINCT_PIECES)  # fmt: skip
+    if model is not None:
+        model = find_model(model)
+    elif routing == "replay":
+        spec.need_replayable()
     report: dict[str, Any] = {"command": " ".join(["strata", *sys.argv[1:]]), "card": asdict(other)}
     device = required_device("a measurement of a GPU's speed")  # before a model is made, which takes minutes
     with model_path(model, spec, threads) as path:
@@ -115,27 +132,17 @@ def command(
         typer.echo("\n".join(_card_lines(report)))
     differ = sum(len(k["differ"]) for k in report.get("early", ()))
     if differ:
-        raise StrataError("early starts change what windows compute", found=f"{differ} windows differ",
+        raise StrataError("early starts change what windows compute", found=f"{differ} windows differ", needed="none",
                           advice="Please report this.")  # fmt: skip
-
-
-def _rows(text: str) -> list[int]:
-    try:
-        found = [int(word) for word in text.split(",")]
-    except ValueError:
-        raise BadArgument("--rows cannot be read", found=repr(text), needed="numbers, as 1,2,4,8") from None
-    need(all(1 <= T <= 8 for T in found), "--rows has a window that does not exist", found=text, needed="1 to 8")
-    return sorted(set(found))
 
 
 @contextlib.contextmanager
 def model_path(model: Path | None, spec: SynthSpec, threads: int | None) -> Iterator[Path]:
     """The file to measure: the given one, or a model made in memory while the block runs."""
-    from strata.cli.locate import find_model
     from strata.synth import memory_model
 
     if model is not None:
-        yield find_model(model)
+        yield model
         return
     with Bar("making the model", "bytes") as bar, memory_model(spec, bar.update, threads) as path:
         yield path

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from strata.base.errors import need
-from strata.capped_experts import TOPIC_TOKENS, CappedRun, Decoder, Token, fill, sizes
+from strata.capped_experts import TOPIC_TOKENS, CappedRun, Decoder, Token, fill, sizes, slots_of
 from strata.experts_speed import orchestrator_of
 from strata.memory_speed import MemoryRates, memory_rates
 from strata.model import load
@@ -120,12 +120,12 @@ def measure(
 
     learnt  tokens before them that make the profile      so_far  gets what is measured, whenever there is more of it
     """
-    need(0 < fraction < 1, "fraction of the experts", found=fraction, needed="above 0, below 1")
+    need(0 < fraction < 1, "the fraction of the experts is out of range", found=fraction, needed="above 0, below 1")
     need(tokens >= 2 and learnt >= 1, "tokens to replay are too few", found=(tokens, learnt), needed=">= 2 and >= 1")
     L, E, K = sizes(path)
     options = {"context": context, "threads": threads, "prefill": "windows", "checkpoints": 0, "experts": "pinned",
                "device": device}  # fmt: skip
-    with load(path, slots=round(fraction * E) * L, **options) as model:
+    with load(path, slots=slots_of(fraction, E) * L, **options) as model:
         o = orchestrator_of(model)
         tried = (o.hybrid.share, *shares)
         found = SharesSpeed(o.device.name, o.pool.threads, L, E, sum(o.slots.counts), o.layout.total_bytes / (L * E),

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import psutil
 import typer
 
-from strata.base.errors import need
 from strata.cli import flags
+from strata.cli.bench.numbers import count
 from strata.cli.output import Bar
 
 PROMPT = "def fibonacci(n):"
@@ -51,7 +51,7 @@ def command(
     an empty folder that includes compiling all kernels. Memory that stays after closes grows with loads that leave
     something behind; the first few also leave what the process keeps for good.
     """
-    need(repeat >= 1, "--repeat is too small", found=repeat, needed=">= 1")
+    count("--repeat", repeat, 1)
     process, loads, started_s = psutil.Process(), [], 0.0
     was_enabled = gc.isenabled()
     if not collector:

@@ -14,7 +14,11 @@ import typer
 
 from strata.base.errors import BadArgument, need
 from strata.base.geometry import CELL_ROWS, CONTEXT_RESERVE
+from strata.base.numbers import shown
+from strata.cli import flags
+from strata.cli.bench.numbers import count
 from strata.cli.output import Bar, working
+from strata.cpu.cores import MOST_THREADS
 
 if TYPE_CHECKING:
     from strata.chunk_speed import PrefillSpeed
@@ -35,8 +39,10 @@ def measure_made(
     from strata.synth import SynthSpec
 
     rows, places = _rows(chunks), _places(where)
-    need(repeat >= 1, "--repeat is too small", found=repeat, needed=">= 1")
-    need(position >= 0 and position % CELL_ROWS == 0, "--position is not on the grid", found=position,
+    count("--repeat", repeat, 1)
+    count("--threads", threads, 1, MOST_THREADS)
+    count("--position", position, 0)
+    need(position % CELL_ROWS == 0, "--position is not on the grid", found=position,
          needed=f"a multiple of {CELL_ROWS}")  # fmt: skip
     spec = SynthSpec.of_types(made, layers=layers, vocabulary=VOCABULARY, distinct_pieces=DISTINCT_PIECES)
     device = required_device("a measurement of a GPU's speed")
@@ -67,8 +73,8 @@ def measure_made(
 
 def _rows(chunks: str) -> list[int]:
     parts = [part.strip() for part in chunks.split(",")]
-    good = all(p.isdigit() and 0 < int(p) <= MOST_ROWS and int(p) % CELL_ROWS == 0 for p in parts)
-    need(good, "--chunks cannot be read", found=repr(chunks),
+    good = all(flags.is_count(p) and 0 < int(p) <= MOST_ROWS and int(p) % CELL_ROWS == 0 for p in parts)
+    need(good, "--chunks cannot be read", found=shown(chunks),
          needed=f"rows of chunks, multiples of {CELL_ROWS} up to {MOST_ROWS}, as 512,2048")  # fmt: skip
     return [int(part) for part in parts]
 
@@ -78,7 +84,7 @@ def _places(where: str) -> tuple[str, ...]:
         return ("resident", "ram")
     if where in ("resident", "ram", "pageable"):
         return (where,)
-    raise BadArgument("--where is unknown", found=repr(where), needed="both, resident, ram or pageable")
+    raise BadArgument("--where is unknown", found=shown(where), needed="both, resident, ram or pageable")
 
 
 def text(s: PrefillSpeed) -> list[str]:

@@ -16,7 +16,10 @@ import typer
 
 from strata.base.errors import FileError, need
 from strata.cli import flags
+from strata.cli.bench.numbers import numbers
 from strata.cli.output import working
+
+MOST_ROWS = 1 << 16
 
 _WIDTHS = (10, 8, 9, 12, 12, 12, 10)
 
@@ -40,10 +43,12 @@ def command(
     waits; direct reads go on while it works. Mapped readings start with an empty page cache and ask for all pages of a
     window ahead, as a model does.
     """
+    from strata.pack.ngram_reader import MOST_READS_IN_FLIGHT
+    from strata.pack.ngram_speed import measure, write_table
+
     need(0.01 <= gib <= 1024, "--gib is out of range", found=gib, needed="0.01 to 1024")
     need(0 < seconds <= 600, "--seconds is out of range", found=seconds, needed="above 0, at most 600")
-    in_flight, sizes = _numbers("--depths", depths), _numbers("--rows", rows)
-    from strata.pack.ngram_speed import measure, write_table
+    in_flight, sizes = numbers("--depths", depths, MOST_READS_IN_FLIGHT), numbers("--rows", rows, MOST_ROWS)
 
     n_bytes = int(gib * (1 << 30))
     with _place_of(folder, n_bytes) as place:
@@ -81,10 +86,3 @@ def _place_of(folder: Path | None, n_bytes: int) -> Iterator[Path]:
         raise FileError(f"the table cannot be kept in '{where}'", found=error.strerror or str(error),
                         needed="a folder that can be written", advice="Give another --folder.") from error  # fmt: skip
 
-
-def _numbers(name: str, text: str) -> list[int]:
-    """Numbers out of "1,16". Raises BadArgument."""
-    parts = [part.strip() for part in text.split(",")]
-    good = all(part.isdigit() and int(part) > 0 for part in parts)
-    need(good, f"{name} cannot be read", found=repr(text), needed="numbers above 0, as 1,16,64")
-    return [int(part) for part in parts]

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from strata.base.errors import need
 from strata.cli import flags
+from strata.cli.bench.numbers import count
 from strata.cli.output import Bar
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ def command(
         flags.refuse_idle(ctx, OF_A_MADE_MODEL, "without --made")
     else:
         flags.refuse_idle(ctx, ("model",), "with --made")
-    need(1 <= tokens <= CONTEXT, "--tokens is out of range", found=tokens, needed=f"1 to {CONTEXT}")
-    need(repeat >= 1, "--repeat is too small", found=repeat, needed=">= 1")
+    count("--tokens", tokens, 1, CONTEXT)
+    count("--repeat", repeat, 1)
     spec = None if made is None else SynthSpec.of_types(made, layers=layers, experts=n_experts, vocabulary=vocabulary)
     with model_path(find_model(model) if spec is None else None, spec, None) as path:
         with Bar("measuring", "rounds") as bar:

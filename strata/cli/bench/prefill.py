@@ -13,7 +13,7 @@ import typer
 from strata.base.errors import need
 from strata.base.geometry import CELL_ROWS, CONTEXT_RESERVE
 from strata.cli import flags
-from strata.cli.bench.numbers import spread
+from strata.cli.bench.numbers import count, numbers, spread
 from strata.cli.output import Bar, working
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ def command(
 
     chunk: most rows that are read at once. times decode: tokens/s over those of decoding one token at a time, which is
     what reading by chunks gains. floor: the time in which a device reads its weights once for every chunk, at the rate
-    of its memory; no prompt is read faster. --ops runs the ops of the last prompt's chunks one by one. On a GPU chunks
-    are read once more under events: shares of GPU, copies and waiting, and the floors of link and tensor cores.
+    of its memory; no prompt is read faster. --ops runs the ops of the longest prompt's chunks one by one. On a GPU
+    chunks are read once more under events: shares of GPU, copies and waiting, and the floors of link and tensor cores.
 
     --made measures single chunks of a model of the real widths on the first GPU instead, with replayed routing: experts
     all on the device, and all in pinned memory, from where each crosses the link once a chunk; pageable: in memory that
@@ -68,8 +68,12 @@ def command(
         measure_made(made, layers, chunks, where, position, repeat, ops, threads, json_)
         return
     flags.refuse_idle(ctx, OF_A_MADE_MODEL, "without --made")
-    lengths = _numbers(tokens)
-    need(repeat >= 1, "--repeat is too small", found=repeat, needed=">= 1")
+    if prefill == "windows":
+        flags.refuse_idle(ctx, ("ops",), "with --prefill windows")
+    lengths = numbers("--tokens", tokens)
+    count("--repeat", repeat, 1)
+    need(not ops or lengths[-1] >= CELL_ROWS, "--ops needs a prompt that fills a chunk", found=f"--tokens {tokens}",
+         needed=f"a length >= {CELL_ROWS}")  # fmt: skip
     cells = max(*lengths, 2 * DECODED) + CONTEXT_RESERVE + 1
     context = context if context is not None else -(-cells // CELL_ROWS) * CELL_ROWS
     need(context >= cells, "--context is too small for this bench", found=context, needed=f">= {cells}")
@@ -102,17 +106,9 @@ def command(
             "decode_tokens_per_s": spread(decode),
             "prompts": [_prompt(bench, n, reading[n], statistics.median(decode)) for n in lengths],
             "chunks": (parts := bench.prompt_parts(lengths, repeat)) and parts.record(),
-            "ops_ms": bench.chunk_ops(lengths[-1]) if ops and not loaded.windows_only else {},
+            "ops_ms": bench.chunk_ops(lengths[-1]) if ops else {},
         }
     typer.echo(json.dumps(report, indent=2) if json_ else "\n".join(_text(report, parts)))
-
-
-def _numbers(text: str) -> list[int]:
-    """Lengths out of "256,1024". Raises BadArgument."""
-    parts = [part.strip() for part in text.split(",")]
-    good = all(part.isdigit() and int(part) > 0 for part in parts)
-    need(good, "--tokens cannot be read", found=repr(text), needed="lengths above 0, as 256,1024")
-    return [int(part) for part in parts]
 
 
 def _prompt(bench: Speed, n: int, rates: list[float], decode: float) -> dict[str, Any]:

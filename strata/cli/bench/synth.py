@@ -17,8 +17,9 @@ import typer
 from strata.base.errors import need
 from strata.base.geometry import CELL_ROWS, CONTEXT_RESERVE
 from strata.cli import flags
-from strata.cli.bench.numbers import spread
+from strata.cli.bench.numbers import MOST, count, spread
 from strata.cli.output import Bar
+from strata.cpu.cores import MOST_THREADS
 
 if TYPE_CHECKING:
     from strata.model import Model
@@ -37,7 +38,10 @@ def command(
     experts: Annotated[str, typer.Option(help="Types of the routed experts: GATE_UP/DOWN.")] = "Q4_K/IQ4_NL",
     n_experts: Annotated[int, typer.Option("--n-experts", help="Routed experts a layer.")] = 512,
     vocabulary: Annotated[int, typer.Option(help="Tokens of the vocabulary.")] = 248_320,
-    out: Annotated[Path | None, typer.Option(help="Folder for the file; without it, it stays in memory.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(parser=flags.path_of, metavar="PATH", help="Folder for the file; without it, it stays in memory."),
+    ] = None,
     tokens: Annotated[int, typer.Option("--tokens", "-n", help="Tokens decoded in a repeat; 0: only write.")] = 64,
     prefill_tokens: Annotated[int, typer.Option(help="Prompt tokens read in a repeat; 0: none.")] = 512,
     repeat: Annotated[int, typer.Option("--repeat", "-r", help="Repeats; medians and spread are reported.")] = 3,
@@ -56,13 +60,16 @@ def command(
 
     need(arch in ARCHITECTURES, "no such architecture", found=repr(arch), needed=", ".join(ARCHITECTURES))
     need(routing in ROUTINGS, "no such routing", found=repr(routing), needed=", ".join(ROUTINGS))
-    need(tokens == 0 or tokens >= 2, "--tokens is too small", found=tokens, needed="0 or >= 2")
+    need(tokens == 0 or 2 <= tokens <= MOST, "--tokens is out of range", found=tokens, needed=f"0, or 2 to {MOST:,}")
     need(out is not None or tokens > 0, "nothing to do", found="--tokens 0 without --out", needed="--out or tokens")
     if tokens == 0:
         flags.refuse_idle(ctx, ("prefill_tokens", "repeat", "routing", "threads"), "with --tokens 0")
-    need(repeat >= 1, "--repeat is too small", found=repeat, needed=">= 1")
-    need(prefill_tokens >= 0, "--prefill-tokens is negative", found=prefill_tokens, needed=">= 0")
+    count("--repeat", repeat, 1)
+    count("--prefill-tokens", prefill_tokens, 0)
+    count("--threads", threads, 1, MOST_THREADS)
     spec = SynthSpec.of_types(experts, layers=layers, experts=n_experts, vocabulary=vocabulary, seed=seed)
+    if tokens and routing == "replayed":
+        spec.need_replayable()
     report: dict[str, Any] = {"command": " ".join(["strata", *sys.argv[1:]]), "spec": asdict(spec)}
     with _made(spec, out) as path:
         report["model"] = str(path)

@@ -21,12 +21,14 @@ import typer
 import strata
 from strata.base.errors import StrataError, need
 from strata.base.geometry import CELL_ROWS, CONTEXT_RESERVE
+from strata.base.numbers import shown
 from strata.cli import flags
-from strata.cli.bench.numbers import spread
+from strata.cli.bench.numbers import count, numbers, spread
 from strata.cli.locate import find_model
-from strata.cpu.cores import core_facts, usable_cores
+from strata.cpu.cores import MOST_THREADS, core_facts, usable_cores
 from strata.cpu.tiers import VARIABLE, available_tiers, best_tier
 from strata.llama_server import LlamaServer, xllamacpp
+from strata.synth import SynthSpec, memory_model
 
 WARM_UP_TOKENS = 8
 PAUSE_S = 0.05
@@ -36,8 +38,9 @@ PAUSE_S = 0.05
 def command(
     ctx: typer.Context,
     model: flags.Model = None,
-    synth: Annotated[str, typer.Option(help="Instead of a model: two layers of random weights, GATE_UP/DOWN types.")]
-    = "",
+    synth: Annotated[
+        str | None, typer.Option(help="Instead of a model: two layers of random weights, GATE_UP/DOWN types.")
+    ] = None,
     layers: Annotated[int, typer.Option(help="Layers of --synth.")] = 2,
     tiers: Annotated[str, typer.Option(help="Kernel tiers, comma-separated; default: the one in force.")] = "",
     tokens: Annotated[int, typer.Option("--tokens", "-n", help="Tokens decoded in a repeat.")] = 64,
@@ -49,17 +52,19 @@ def command(
 
     llama.cpp's rate is the one that it reports for decode; it may repack weights as it likes.
     """
-    need(tokens >= 2, "--tokens is too small", found=tokens, needed=">= 2")
-    need(repeat >= 1, "--repeat is too small", found=repeat, needed=">= 1")
-    need(not (synth and model), "--model and --synth exclude each other", found="both", needed="one")
-    if not synth:
+    count("--tokens", tokens, 2)
+    count("--repeat", repeat, 1)
+    count("--threads", threads, 1, MOST_THREADS)
+    need(synth is None or model is None, "--model and --synth exclude each other", found="both", needed="one")
+    if synth is None:
         flags.refuse_idle(ctx, ("layers",), "without --synth")
-    wanted = [int(t) for t in tiers.split(",") if t.strip().isdecimal()] if tiers else [best_tier()]
-    good = wanted and all(t in available_tiers() for t in wanted)
-    need(bool(good), "--tiers cannot be run here", found=repr(tiers), needed=f"some of {available_tiers()}")
+    wanted = numbers("--tiers", tiers, max(available_tiers()), least=0) if tiers else [best_tier()]
+    good = all(t in available_tiers() for t in wanted)
+    need(good, "--tiers cannot be run here", found=shown(tiers), needed=f"some of {available_tiers()}")
+    spec = None if synth is None else SynthSpec.of_types(synth, layers=layers)
     threads = usable_cores(core_facts()) if threads is None else threads
     xllamacpp()
-    with _file(model, synth, layers) as path:
+    with _file(model, spec) as path:
         if wanted == [best_tier()]:
             found = [_compare(path, tokens, repeat, threads)]
         else:
@@ -92,14 +97,12 @@ def command(
 
 
 @contextlib.contextmanager
-def _file(model: Path | None, synth: str, layers: int) -> Iterator[Path]:
+def _file(model: Path | None, spec: SynthSpec | None) -> Iterator[Path]:
     """The model's file; a synthetic one lies in memory."""
-    if not synth:
+    if spec is None:
         yield find_model(model)
         return
-    from strata.synth import SynthSpec, memory_model
-
-    with memory_model(SynthSpec.of_types(synth, layers=layers)) as path:
+    with memory_model(spec) as path:
         yield path
 
 
@@ -110,7 +113,8 @@ def _in_tier(tier: int, path: Path, tokens: int, repeat: int, threads: int) -> d
     command = [sys.executable, "-c", code, str(path), *map(str, (tokens, repeat, threads))]
     done = subprocess.run(command, env=os.environ | {VARIABLE: str(tier)}, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise StrataError(f"the comparison in tier {tier} failed", found=done.stderr.strip().splitlines()[-1:])
+        said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+        raise StrataError(f"the comparison in tier {tier} failed", found=said[-1], needed="a result")
     return json.loads(done.stdout.splitlines()[-1])
 
 

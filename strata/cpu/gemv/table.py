@@ -155,7 +155,8 @@ def _checked(format: BlockFormat, tier: int | None) -> int:
     if tier not in TIERS:
         raise BadArgument("no such kernel tier", found=tier, needed=f"one of {TIERS}")
     if format.name not in _PORTABLE_KERNELS:
-        raise BadArgument(f"{format.name} matrices have no products")
+        needed = "one of " + ", ".join(_PORTABLE_KERNELS)
+        raise BadArgument(f"{format.name} matrices have no products", found=format.name, needed=needed)
     return tier
 
 
@@ -173,7 +174,12 @@ def kernel_function(
     """
     tier = _checked(format, tier)
     if not 1 <= R <= MOST_ROWS:
-        raise BadArgument("a kernel takes 1 to 4 rows", found=R, advice="run more rows as 4 and the rest")
+        raise BadArgument(
+            "rows of a kernel are out of range",
+            found=R,
+            needed=f"1 to {MOST_ROWS}",
+            advice=f"Run more rows as {MOST_ROWS} and the rest.",
+        )
     if prefetch is None:
         return _function(format, R, tier)
     if tier == PORTABLE or format.activation == "float":

@@ -24,6 +24,7 @@ EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 HF_GATE_UP, HF_DOWN = "mtp.layers.0.mlp.experts.gate_up_proj", "mtp.layers.0.mlp.experts.down_proj"
 
 OTHER_MODEL = "Does the draft layer belong to this model?"
+ITS_OWN = "Take the draft layer that came with the model."
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,12 @@ def shape_found(shapes: Mapping[str, tuple[int, ...]], file_name: Callable[[str]
     def axis(name: str, i: int, axes: int) -> int:
         shape = shapes[name]
         if len(shape) != axes:
-            raise ModelError(f"tensor {file_name(name)} of {source}", found=shape, needed=f"{axes} axes")
+            raise ModelError(
+                f"tensor {file_name(name)} of {source} has another shape",
+                found=shape,
+                needed=f"{axes} axes",
+                advice=ITS_OWN,
+            )
         return shape[i]
 
     names = [p.name for p in PARTS] + list(EXPERTS)
@@ -166,6 +172,7 @@ def shape_found(shapes: Mapping[str, tuple[int, ...]], file_name: Callable[[str]
         if name not in shapes:
             raise ModelError(
                 f"{source} has no tensor {file_name(name)}",
+                found=f"{len(shapes)} of {len(names)} tensors",
                 needed="every tensor of the draft layer",
                 advice="Is the file complete, or one of several?",
             )
@@ -196,7 +203,9 @@ def need_model(found: DraftShape, needed: DraftShape, source: str) -> None:
     """ModelError for the first number in which a draft layer differs from its model."""
     for key, value in asdict(needed).items():
         if (other := getattr(found, key)) != value:
-            raise ModelError(f"{WORDS[key]} of the draft layer {source}", found=other, needed=value, advice=OTHER_MODEL)
+            raise ModelError(
+                f"{WORDS[key]} of the draft layer {source} differs", found=other, needed=value, advice=OTHER_MODEL
+            )
 
 
 def held(name: str, shape: tuple[int, ...], format_name: str, data: np.ndarray, mapped: bool = False) -> HeldTensor:

@@ -61,7 +61,12 @@ def convert(
         raise BadArgument("format of the experts is unknown", found=repr(experts), needed=", ".join(EXPERT_FORMATS))
     source, out = Path(source), Path(out)
     if not source.exists():
-        raise FileError("no draft layer there", found=f"no file '{source}'", needed="safetensors: a file or a folder")
+        raise FileError(
+            "no draft layer there",
+            found=f"no file '{source}'",
+            needed="safetensors: a file or a folder",
+            advice="Is the path spelled right?",
+        )
     _need_replaceable(out, force)
     checkpoint = read_checkpoint(source)
     kind = by_name(EXPERT_FORMATS[experts])
@@ -80,7 +85,12 @@ def convert(
             if vocabulary is not None:
                 shutil.copyfile(vocabulary, folder / VOCABULARY)
     except OSError as error:
-        raise FileError(f"'{out}' cannot be written", found=error.strerror or str(error)) from error
+        raise FileError(
+            f"'{out}' cannot be written",
+            found=error.strerror or str(error),
+            needed="a folder that can be made there",
+            advice="Nothing was left behind. Free the disk or choose another folder.",
+        ) from error
     files = {p.name: p.stat().st_size for p in sorted(out.iterdir())}
     return Written(files, lines, s.E, kind.name)
 
@@ -98,6 +108,7 @@ def _need_replaceable(out: Path, force: bool) -> None:
             f"'{out}' is more than an rt folder and is not replaced",
             found=", ".join(strange[:4]),
             needed=f"a folder of nothing but {', '.join(sorted(FILES))}",
+            advice="Choose another folder, or move the rest away.",
         )
 
 
@@ -105,7 +116,8 @@ def _need_room(folder: Path, n_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < n_bytes:
         found, needed = f"{free >> 20} MiB free", f"about {n_bytes >> 20} MiB"
-        raise DoesNotFit(f"the disk of '{folder}' is too small", found=found, needed=needed)
+        advice = "Free some of it or choose a folder on another disk."
+        raise DoesNotFit(f"the disk of '{folder}' is too small", found=found, needed=needed, advice=advice)
 
 
 @contextmanager

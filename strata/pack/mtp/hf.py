@@ -18,6 +18,7 @@ from strata.pack.mtp.contents import (
     HF_DOWN,
     HF_GATE_UP,
     INDEXER,
+    ITS_OWN,
     NORM,
     PARTS,
     PROJECTION,
@@ -47,7 +48,12 @@ def shard_files(folder: Path) -> list[Path]:
             places = json.loads(index.read_bytes())["weight_map"]
             needed |= {str(file) for name, file in places.items() if name.startswith(PREFIX)}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise FileError(f"index {index.name} is damaged", found=str(error), advice="Download it again.") from error
+            raise FileError(
+                f"index {index.name} is damaged",
+                found=str(error) or type(error).__name__,
+                needed="JSON with a weight_map",
+                advice="Download it again.",
+            ) from error
     for name in sorted(needed):
         if not (folder / name).is_file():
             raise FileError(
@@ -111,7 +117,12 @@ def read_checkpoint(source: Path) -> Checkpoint:
         for name, tensor in read_safetensors(file, PREFIX).items():
             if name in stored:
                 found = f"{places[name].name} and {file.name}"
-                raise FileError(f"tensor {name} is in two files", found=found, needed="one")
+                raise FileError(
+                    f"tensor {name} of {source} is in two files",
+                    found=found,
+                    needed="each tensor once",
+                    advice="Leave only the files of one draft layer in the folder.",
+                )
             stored[name], places[name] = tensor, file
     known = {p.hf_name for p in (*PARTS, *INDEXER)} | {HF_GATE_UP, HF_DOWN}
     strange = sorted(set(stored) - known)
@@ -120,6 +131,7 @@ def read_checkpoint(source: Path) -> Checkpoint:
             f"{source} holds another kind of draft layer",
             found=", ".join(strange[:4]) + (" …" if len(strange) > 4 else ""),
             needed="the 31 tensors mtp.* of one layer",
+            advice=ITS_OWN,
         )
     shapes = {p.name: stored[p.hf_name].shape for p in PARTS if p.hf_name in stored}
     gate = shapes.get("ffn_gate_inp_shexp", ())
@@ -128,7 +140,12 @@ def read_checkpoint(source: Path) -> Checkpoint:
     if HF_GATE_UP in stored:
         E, rows, D = _three_axes(stored[HF_GATE_UP], source)
         if rows % 2:
-            raise ModelError(f"tensor {HF_GATE_UP} of {source}", found=(E, rows, D), needed="as many gate as up rows")
+            raise ModelError(
+                f"tensor {HF_GATE_UP} of {source} has an odd number of rows",
+                found=(E, rows, D),
+                needed="as many gate as up rows",
+                advice=ITS_OWN,
+            )
         shapes["ffn_gate_exps"] = shapes["ffn_up_exps"] = (E, rows // 2, D)
     if HF_DOWN in stored:
         shapes["ffn_down_exps"] = stored[HF_DOWN].shape
@@ -181,5 +198,10 @@ def _expert(t: StoredTensor, e: int) -> np.ndarray:
 
 def _three_axes(t: StoredTensor, source: Path) -> tuple[int, int, int]:
     if len(t.shape) != 3:
-        raise ModelError(f"tensor {t.name} of {source}", found=t.shape, needed="3 axes: experts, rows, columns")
+        raise ModelError(
+            f"tensor {t.name} of {source} has another shape",
+            found=t.shape,
+            needed="3 axes: experts, rows, columns",
+            advice=ITS_OWN,
+        )
     return t.shape

@@ -9,7 +9,7 @@ import numpy as np
 
 from strata.base.errors import ModelError
 from strata.pack.gguf_file import GgufFile, TensorInfo
-from strata.pack.mtp.contents import EXPERTS, PARTS, VECTORS, DraftShape, held, need_model, shape_found
+from strata.pack.mtp.contents import EXPERTS, ITS_OWN, PARTS, VECTORS, DraftShape, held, need_model, shape_found
 from strata.pack.tensors import HeldTensor
 
 MARK = re.compile(r"blk\.(\d+)\.nextn\.eh_proj\.weight")
@@ -36,7 +36,12 @@ def needed_block(gguf: GgufFile, source: str) -> int:
     """The same; ModelError if there is none."""
     block = block_of(gguf)
     if block is None:
-        raise ModelError(f"{source} holds no draft layer", found="no tensor blk.*.nextn.eh_proj.weight")
+        raise ModelError(
+            f"{source} holds no draft layer",
+            found=f"{len(gguf.tensors)} other tensors",
+            needed="a tensor blk.*.nextn.eh_proj.weight",
+            advice="Name the file of the draft layer, not another part of the model.",
+        )
     return block
 
 
@@ -93,9 +98,13 @@ def _shape(name: str, t: TensorInfo, source: str, merged: bool) -> tuple[int, ..
         return (shape[0] * shape[1],)
     two, three = name in ("fc_embedding", "fc_hidden"), merged and name in EXPERTS[:2]
     if two and (len(shape) != 2 or shape[1] % 2):
-        raise ModelError(f"tensor {t.name} of {source}", found=shape, needed="(D, 2 D)")
+        raise ModelError(
+            f"tensor {t.name} of {source} has another shape", found=shape, needed="(D, 2 D)", advice=ITS_OWN
+        )
     if three and (len(shape) != 3 or shape[1] % 2):
-        raise ModelError(f"tensor {t.name} of {source}", found=shape, needed="(E, 2 F, D)")
+        raise ModelError(
+            f"tensor {t.name} of {source} has another shape", found=shape, needed="(E, 2 F, D)", advice=ITS_OWN
+        )
     if two:
         return shape[0], shape[1] // 2
     return (shape[0], shape[1] // 2, shape[2]) if three else shape
@@ -111,6 +120,7 @@ def _refuse_strange(gguf: GgufFile, prefix: str, known: set[str], source: str) -
             f"the draft layer of {source} is of another kind",
             found=", ".join(strange[:4]) + (" …" if len(strange) > 4 else ""),
             needed="an attention layer with experts, and nextn.{eh_proj, enorm, hnorm, hc_head_*}",
+            advice=ITS_OWN,
         )
 
 
@@ -123,5 +133,10 @@ def open_beside(path: Path, model: GgufFile) -> GgufFile:
     if other.architecture != model.architecture:
         found, other_path = other.architecture, str(path)
         other.close()
-        raise ModelError(f"architecture of the draft layer {other_path}", found=found, needed=model.architecture)
+        raise ModelError(
+            f"the draft layer {other_path} has another architecture",
+            found=found or "none",
+            needed=model.architecture,
+            advice=ITS_OWN,
+        )
     return other

@@ -66,22 +66,42 @@ def read_table(folder: Path) -> dict[str, Line]:
     try:
         text = path.read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError) as error:
-        raise FileError(f"{path} cannot be read", found=str(error), advice=AGAIN) from error
+        raise FileError(f"{path} cannot be read", found=_cause(error), needed="ASCII text", advice=AGAIN) from error
     lines: dict[str, Line] = {}
     for number, written in enumerate(text.splitlines(), start=1):
         label, fields = f"line {number} of {path}", written.split()
         if len(fields) != 6 or not all(f.isdecimal() for f in fields[2:]):
-            raise FileError(label, found=repr(written), needed="name kind rows columns offset bytes", advice=AGAIN)
+            raise FileError(
+                f"{label} is damaged",
+                found=repr(written),
+                needed="name kind rows columns offset bytes",
+                advice=AGAIN,
+            )
         line = Line(fields[0], fields[1], *(int(f) for f in fields[2:]))
         if line.kind not in KINDS:
-            raise ModelError(f"kind of tensor {line.name}, {label}", found=line.kind, needed=", ".join(KINDS))
+            raise ModelError(
+                f"tensor {line.name}, {label}, is of an unknown kind",
+                found=line.kind,
+                needed=", ".join(KINDS),
+                advice=AGAIN,
+            )
         if line.name not in _KNOWN or line.name in lines:
             found = "twice the same" if line.name in lines else "an unknown tensor"
-            raise ModelError(f"tensor {line.name}, {label}", found=found, needed="each tensor of a draft layer once")
+            raise ModelError(
+                f"tensor {line.name}, {label}, has no place",
+                found=found,
+                needed="each tensor of a draft layer once",
+                advice=AGAIN,
+            )
         needed = line.rows * line.format.row_bytes(line.columns)
         if line.n_bytes != needed or not needed:
             found = f"{line.n_bytes} bytes"
-            raise FileError(f"size of tensor {line.name}, {label}", found=found, needed=f"{needed} bytes", advice=AGAIN)
+            raise FileError(
+                f"tensor {line.name}, {label}, has another size",
+                found=found,
+                needed=f"{needed or 'some'} bytes",
+                advice=AGAIN,
+            )
         lines[line.name] = line
     return lines
 
@@ -94,7 +114,13 @@ def _map(path: Path) -> np.ndarray:
                 raise FileError(f"{path} is empty", found="0 bytes", needed="data", advice=AGAIN)
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
     except OSError as error:
-        raise FileError(f"{path} cannot be read", found=error.strerror or str(error), advice=AGAIN) from error
+        raise FileError(
+            f"{path} cannot be read", found=_cause(error), needed="a readable file", advice=AGAIN
+        ) from error
+
+
+def _cause(error: OSError | ValueError) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 def read_rt(folder: Path, model: DraftShape) -> dict[str, HeldTensor]:
@@ -109,7 +135,9 @@ def read_rt(folder: Path, model: DraftShape) -> dict[str, HeldTensor]:
             flat = part.name in VECTORS and 1 in (line.rows, line.columns)
             shapes[part.name] = (line.rows * line.columns,) if flat else (line.rows, line.columns)
             if part.use == NORM and line.kind != "f32":
-                raise ModelError(f"kind of norm {line.name} in {folder}", found=line.kind, needed="f32")
+                raise ModelError(
+                    f"norm {line.name} in {folder} is of another kind", found=line.kind, needed="f32", advice=AGAIN
+                )
     if "fc_hidden" in shapes and "ffn_gate_inp" in shapes:
         # experts.bin does not say its shapes; its size is judged against the model's below.
         E, D = shapes["ffn_gate_inp"][0], shapes["fc_hidden"][0]
@@ -140,13 +168,23 @@ def expert_types(folder: Path) -> tuple[BlockFormat, BlockFormat] | None:
     try:
         fields = path.read_text(encoding="ascii").split()
     except (OSError, UnicodeDecodeError) as error:
-        raise FileError(f"{path} cannot be read", found=str(error), advice=AGAIN) from error
+        raise FileError(f"{path} cannot be read", found=_cause(error), needed="ASCII text", advice=AGAIN) from error
     if len(fields) != 3 or not all(f.isdecimal() for f in fields[1:]):
-        raise FileError(str(path), found=repr(" ".join(fields)), needed="label, ggml id, ggml id, as 'q8_0 8 8'")
+        raise FileError(
+            f"{path} is damaged",
+            found=repr(" ".join(fields)[:60]),
+            needed="label, ggml id, ggml id, as 'q8_0 8 8'",
+            advice=AGAIN,
+        )
     wide, narrow = (format_of(int(f), str(path)) for f in fields[1:])
     for kind in (wide, narrow):
         if kind.activation == "none":
-            raise ModelError(f"{path}: {kind.name} has no products", needed="a float or block format")
+            raise ModelError(
+                f"{path} names a type that has no products",
+                found=kind.name,
+                needed="a float or block format",
+                advice=AGAIN,
+            )
     return wide, narrow
 
 
@@ -164,7 +202,7 @@ def _experts(folder: Path, data: np.ndarray, s: DraftShape) -> list[HeldTensor]:
         form = f"{wide.name} and {narrow.name}" if types else f"Q2_0 (there is no {EXPERTS_FMT})"
         whole = f", {data.size // blob} experts" if data.size % blob == 0 else f", {data.size / blob:.2f} experts"
         raise FileError(
-            f"size of {folder / EXPERTS_BIN}",
+            f"{folder / EXPERTS_BIN} has another size",
             found=f"{data.size} bytes{whole}",
             needed=f"{s.E * blob}: {s.E} experts of {blob} bytes in {form}",
             advice=AGAIN if data.size < s.E * blob else OTHER_MODEL,

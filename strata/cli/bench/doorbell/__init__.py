@@ -11,7 +11,7 @@ import typer
 
 from strata.base.errors import BadArgument, need
 from strata.cli import flags
-from strata.cli.bench.numbers import numbers, words
+from strata.cli.bench.numbers import count, numbers, words
 from strata.cli.output import Bar, working
 
 OF_THE_GPU = ("rows", "layers", "n_experts")
@@ -61,7 +61,7 @@ def _pair(types: str) -> tuple[str, str]:
     if len(parts) != 2:
         raise BadArgument("types of the experts cannot be read", found=repr(types), needed="GATE_UP/DOWN")
     for name in parts:
-        need(by_name(name).group > 0, f"{name} experts are not shared", needed="a quantised format")
+        need(by_name(name).group > 0, f"{name} experts are not shared", found=name, needed="a quantised format")
     return parts[0], parts[1]
 
 
@@ -69,8 +69,8 @@ def _gpu(types: str, rows: str, layers: int, n_experts: int) -> dict[str, Any]:
     from strata.gpu.device import required_device
 
     wanted, (gate_up, down) = numbers("--rows", rows, 8), _pair(types)
-    need(1 <= layers <= 256, "--layers is out of range", found=layers, needed="1 to 256")
-    need(10 <= n_experts <= 4096, "--n-experts is out of range", found=n_experts, needed="10 to 4096")
+    count("--layers", layers, 1, 256)
+    count("--n-experts", n_experts, 10, 4096)
     device = required_device("a measurement of the GPU's side")
     with contextlib.closing(device):
         from strata.cli.bench.doorbell.gpu_side import lines, measure
@@ -88,15 +88,15 @@ def _cpu(
 ) -> dict[str, Any]:
     from strata.cli.bench.doorbell.cpu_side import lines, measure
     from strata.cli.locate import find_model
-    from strata.cpu.cores import core_facts, default_threads
+    from strata.cpu.cores import MOST_THREADS, core_facts, default_threads
     from strata.cpu.tiers import best_tier
 
     if busy:
         flags.refuse_idle(ctx, ("types", "mb", "repeat"), "with --busy-python")
-    need(repeat >= 1, "--repeat is too small", found=repeat, needed=">= 1")
-    need(8 <= mb <= 1 << 16, "--mb is out of range", found=mb, needed="8 to 65536")
-    need(threads is None or 1 <= threads <= 1024, "--threads is out of range", found=threads, needed="1 to 1024")
-    pairs = ["/".join(_pair(one)) for one in words(types)]
+    count("--repeat", repeat, 1)
+    count("--mb", mb, 8, 1 << 16)
+    count("--threads", threads, 1, MOST_THREADS)
+    pairs = ["/".join(_pair(one)) for one in words("--types", types)]
     path, n = find_model(model), threads or default_threads(core_facts(), 1)
     with working("measuring"):
         found = measure(path, pairs, best_tier(), n, mb << 20, repeat, busy)

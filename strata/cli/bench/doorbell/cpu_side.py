@@ -94,7 +94,8 @@ def _asked(device: Device, n: int, seed: int = 1) -> float:
     """Mean us of n requests; StrataError if one gets no answer."""
     told = device.ask(n, seed=seed)
     if told.replied != n or told.statuses:
-        raise StrataError("the CPU's service does not answer", found=f"{told.replied} of {n}")
+        raise StrataError("the CPU's service does not answer", found=f"{told.replied} of {n} answers",
+                          needed="all, without an error", advice="Please report this.")  # fmt: skip
     return told.mean_us
 
 

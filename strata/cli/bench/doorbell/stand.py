@@ -65,7 +65,7 @@ class Answering:
     """A service that answers after `words[ANSWER_US]`; it spins from start to end."""
 
     def __init__(self, box: mail.Mailbox, address: int, memory: object):
-        need((mail.REQUEST, mail.REPLY, mail.STATUS) == (0, 128, 136), "the words of a mailbox")
+        assert (mail.REQUEST, mail.REPLY, mail.STATUS) == (0, 128, 136), "the words of a mailbox"
         self.memory, self.words = memory, np.array([0, 0, address], np.int64)
         _serve.compile("(int64,)")
         self.thread = threading.Thread(target=_serve, args=(self.words.ctypes.data,), daemon=True)
@@ -217,7 +217,8 @@ class Stand:
         """StrataError if launches have left an error in the word at this address."""
         word = np.zeros(1, np.uint64)
         self.device.download(error, word)
-        need(word[0] == 2**64 - 1, "layers that are timed run without an error", found=hex(int(word[0])))
+        need(word[0] == 2**64 - 1, "layers that are timed run without an error", found=hex(int(word[0])),
+         needed="no error", advice="Please report this.")  # fmt: skip
 
     def close(self) -> None:
         self.hybrid.close()

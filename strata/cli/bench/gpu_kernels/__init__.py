@@ -14,7 +14,7 @@ import typer
 
 from strata.base.errors import need
 from strata.cli import flags
-from strata.cli.bench.numbers import numbers, words
+from strata.cli.bench.numbers import count, numbers, words
 
 if TYPE_CHECKING:
     from strata.cli.bench.gpu_kernels.timer import Figure, Timer
@@ -51,13 +51,13 @@ def command(
     need(part in PARTS, "no such part of gpu-kernels", found=repr(part), needed=", ".join(PARTS))
     flags.refuse_idle(ctx, sorted({p for own in PARTS.values() for p in own} - set(PARTS[part])), f"with {part}")
     chosen = numbers("--rows", rows or ROWS.get(part, "1"), 8 if part != "wide" else 1 << 16)
-    formats = words(types)
+    formats = words("--types", types)
     for name in formats:
-        need(by_name(name).group > 0, f"{name} has no quantised products", needed="a quantised format")
-    wanted = words(groups) or GROUPS
+        need(by_name(name).group > 0, f"{name} has no quantised products", found=name, needed="a quantised format")
+    wanted = words("--groups", groups) or GROUPS
     need(set(wanted) <= set(GROUPS), "--groups cannot be read", found=repr(groups), needed=", ".join(GROUPS))
-    need(tensor_from is None or tensor_from >= 2, "--tensor-from is too small", found=tensor_from, needed=">= 2")
-    need(1 <= mib <= 1 << 16, "--mib is out of range", found=mib, needed="1 to 65536")
+    count("--tensor-from", tensor_from, 2)
+    count("--mib", mib, 1, 1 << 16)
     places = numbers("--blocks", blocks, 1 << 20)
     found: list[Figure] = []
     report: dict[str, Any] = {"command": " ".join(["strata", *sys.argv[1:]])}

@@ -90,6 +90,6 @@ def measure(t: Timer, blocks: Sequence[int] = BLOCKS) -> None:
         t.device.download(at, found)
         if not np.array_equal(found, _expected(ORDERED_VALUES, numbers)):
             raise StrataError(f"a chain of kernels that start {form} does not keep its order", found="other values",
-                              advice="Please report this.")  # fmt: skip
+                              needed="the values of plain starts", advice="Please report this.")  # fmt: skip
         with starting_early(early):
             t.add(f"a chain that needs its order, {form}", t.us(launches) / NODES)

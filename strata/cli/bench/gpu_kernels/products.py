@@ -100,7 +100,7 @@ def check_dense(t: Timer, format: BlockFormat, rows: Sequence[int] = (1, 2, 3, 4
         t.device.download(weights, relaid)
         if not np.array_equal(relaid, relayout(format, raw)):
             raise StrataError(f"the layout of {format.name} on the device is wrong", found=f"rows of {K} values",
-                              advice="Please report this.")  # fmt: skip
+                              needed="numpy's bytes", advice="Please report this.")  # fmt: skip
         wanted = _wanted(format, raw, x)
         for T in rows:
             y, a = t.device.alloc(4 * T * CHECKED_ROWS), t.activations(x[:T], format.group)

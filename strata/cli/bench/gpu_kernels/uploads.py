@@ -135,7 +135,7 @@ def matrices(t: Timer, name: str, source: np.ndarray, target: int, room: int) ->
             t.device.download(target + i * stride, found)
             if not np.array_equal(found, relayout(format, raws[i])):
                 raise StrataError(f"an uploaded {name} matrix differs from numpy's", found=f"matrix {i} of {n}",
-                                  advice="Please report this.")  # fmt: skip
+                                  needed="the same bytes", advice="Please report this.")  # fmt: skip
 
     with uploader(t.device, ring_bytes=RING_BYTES) as up:
         load(up, RING_BYTES, "pageable")
