@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from strata.arch import architecture_of
-from strata.base.errors import Closed, DoesNotFit, ModelError, need
+from strata.base.errors import Closed, DoesNotFit, ModelError, StrataError, need
 from strata.base.geometry import Geometry
 from strata.base.numbers import shown, whole_number
 from strata.base.plan import Mismatch, Plan
@@ -216,9 +216,8 @@ class Model:
                 raise DoesNotFit(
                     "every session is in use",
                     found=f"{self.sessions} loaded, all in use" + (", one by the model itself" if self._own else ""),
-                    needed="a free one",
-                    advice=f"Close one, or load with sessions={self.sessions + 1}.",
-                )
+                    needed="a free one", advice=f"Close one, or load with sessions={self.sessions + 1}.",
+                )  # fmt: skip
             state = self._free.pop()
             with self._backend.current():
                 state.renew()
@@ -396,5 +395,6 @@ class Model:
     def __enter__(self) -> Model:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        with contextlib.nullcontext() if error is None else contextlib.suppress(StrataError):  # the first error counts
+            self.close()

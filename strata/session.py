@@ -66,17 +66,18 @@ class Session:
         tools: Sequence[Mapping[str, Any]] | None = None,
         thinking: bool | None = None,
         reasoning_effort: str | None = None,
-        stream: bool = False,
+        stream: bool | None = False,
         template_variables: Mapping[str, Any] | None = None,
         on_progress: Callable[[int, int], None] | None = None,
         **options: Any,
     ) -> ChatResult | ChatStream:
         """Answer a conversation in OpenAI form through the model's own chat template; options as in `Model.generate`.
 
-        thinking: True, False or None (the template's default). Returns a ChatResult, or a ChatStream with stream=True.
+        thinking: True, False or None (the template's default). Returns a ChatResult, or a ChatStream with stream=True;
+        stream=None is False.
         """
         self._need_open()
-        piecewise = truth("stream", stream)
+        piecewise = stream is not None and truth("stream", stream)
         text = reasoning_effort is None or isinstance(reasoning_effort, str)
         need(text, "reasoning_effort is no text", found=shown(reasoning_effort), needed='None, or a text as "low"')
         named = isinstance(template_variables, Mapping) and all(isinstance(name, str) for name in template_variables)

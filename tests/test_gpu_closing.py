@@ -82,13 +82,14 @@ def test_a_closed_model_holds_no_memory_of_its_device(path, given, collector_off
 
 @needs_compiler
 @pytest.mark.parametrize("options", FORMS[::2])
-def test_a_model_of_a_failed_device_ends_its_threads_and_closes_its_file(path, given, monkeypatch, options):
+@pytest.mark.parametrize("call", ["synchronize", "current"])
+def test_a_model_of_a_failed_device_ends_its_threads_and_closes_its_file(path, given, monkeypatch, call, options):
     model = load(path, **options)
 
     def fail():
         raise StrataError("the device does not do what it was asked")
 
-    monkeypatch.setattr(model._backend.device, "synchronize", fail)
+    monkeypatch.setattr(model._backend.device, call, fail)
     with pytest.raises(StrataError, match="does not do what it was asked"):
         answer(model)
     with pytest.raises(StrataError, match="does not do what it was asked"):
@@ -97,6 +98,19 @@ def test_a_model_of_a_failed_device_ends_its_threads_and_closes_its_file(path, g
     with pytest.raises(Closed):
         model._gguf.check_sizes()
     model.close()
+
+
+@needs_compiler
+def test_the_first_error_is_told_where_closing_fails_as_well(path, given, monkeypatch):
+    model = load(path)
+
+    def fail():
+        raise StrataError("closing failed")
+
+    monkeypatch.setattr(model._backend.device, "synchronize", fail)
+    with pytest.raises(ZeroDivisionError), model:
+        raise ZeroDivisionError
+    assert model.closed and not names()
 
 
 @needs_compiler
@@ -289,6 +303,30 @@ def test_what_cupy_says_of_a_failed_device_is_an_error_of_strata(cuda):
     with pytest.raises(StrataError, match="does not do what it was asked"):
         device.close()
     assert not cuda.live["Memory"], "what it held goes all the same"
+
+
+def test_a_device_that_failed_cannot_be_made_current(cuda):
+    class Failing:
+        broken: tuple[str, ...] = ()
+
+        def __enter__(self):
+            if "enter" in self.broken:
+                raise RuntimeError("cudaErrorIllegalAddress: at the beginning")
+
+        def __exit__(self, *_):
+            if "exit" in self.broken:
+                raise RuntimeError("cudaErrorIllegalAddress: at the end")
+
+    device = CupyDevice()
+    device._device, device._calls = Failing(), SimpleNamespace(use=lambda: None)
+    with device.current():
+        pass
+    for broken, found in (("enter", "at the beginning"), ("exit", "at the end")):
+        Failing.broken = (broken,)
+        with pytest.raises(StrataError, match=f"does not do what it was asked; found .*{found}"), device.current():
+            pass
+    with pytest.raises(ZeroDivisionError), device.current():
+        raise ZeroDivisionError  # what went wrong first is told
 
 
 def test_what_a_device_makes_is_destroyed(cuda, collector_off):

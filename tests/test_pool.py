@@ -157,12 +157,13 @@ def test_no_wake_up_is_lost(threads):
 
 
 def test_wake_ahead_of_work():
-    with Pool(2, spin_us=2_000_000) as pool:
-        pool.spin_us = 0
+    with Pool(2, spin_us=10_000_000) as pool:
+        pool.spin_us, until = 0, time.monotonic() + 60
         while pool._words[SLEEPERS // 8] == 0:  # until it is about to sleep
+            assert time.monotonic() < until, "the worker does not go to sleep"
             time.sleep(0.001)
         time.sleep(0.05)
-        pool.spin_us = 2_000_000
+        pool.spin_us = 10_000_000
         pool.wake()
         time.sleep(0.05)  # polling now
         record = np.array([0, 0, 10_000_000_000], np.int64)

@@ -167,16 +167,17 @@ def refuse_idle(context: typer.Context, names: Iterable[str], where: str) -> Non
 OF_SAMPLING = ("top_k", "top_p", "min_p", "seed", "draft_acceptance")
 """Options that choose among the likely tokens: the most likely one needs none of them."""
 
-NO_PENALTY = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 def refuse_idle_answers(context: typer.Context, answer: Options, draft: str | None) -> None:
-    """`refuse_idle` for options of an answer that do nothing beside the others, or with this value of --draft."""
-    if answer["temperature"] is None or answer["temperature"] <= 0:
+    """`refuse_idle` for options of an answer without those that they go with. Beside --temperature 0, a penalty that is
+    none or --draft off they are accepted: a program that always gives all of them has said what it means."""
+    if answer["temperature"] is None:
         refuse_idle(context, OF_SAMPLING, "without a --temperature above 0")
-    if draft in (None, "off"):
+    if draft is None:
         refuse_idle(context, ("draft_acceptance",), "without --draft")
-    if all(answer[name] in (None, neutral) for name, neutral in NO_PENALTY.items()):
+    if all(answer[name] is None for name in PENALTIES):
         refuse_idle(context, ("penalty_last_n",), "without a penalty")
 
 
@@ -197,6 +198,8 @@ def is_count(text: str) -> bool:
 def loaded(given: Path | None, **options: Any) -> Iterator[LoadedModel]:
     """The model of a command, loaded with those options that are not None and closed at the end. slots: a text."""
     options["slots"] = slots(options.get("slots"))
+    idle = options.get("device") == "cpu" and options.get("profile") is not None
+    need(not idle, "--profile does nothing with --device cpu", found="--profile", needed="a command without it")
     path = find_model(given)
     with working(f"loading {path.name}") as status, quiet_interrupt():
         # Here, because it takes a second: wrong usage is told at once.

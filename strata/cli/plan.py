@@ -92,6 +92,8 @@ def command(
             flags.refuse_idle(ctx, {"draft_vocabulary"}, f"with --draft {draft}")
         if measure:
             flags.refuse_idle(ctx, {"cpu_tier"}, "with --measure")
+        if device == "cpu":
+            flags.refuse_idle(ctx, {"hit_rate", "reserve_mib", "profile"}, "with --device cpu")
         file = find_model(given, "the argument")
         asked = flags.slots(slots)
         plan = plan_file(file, machine=_machine(file, described), measure=measure, slots=asked, **options)

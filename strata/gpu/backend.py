@@ -389,11 +389,12 @@ class GpuBackend:
         self._closed = True
         if self.ngram is not None:
             self.ngram.close()  # before the memory it fills is gone
-        with self.device.current(), ExitStack() as last:
+        with ExitStack() as last:
             for part in (self.device, self.store, self.uploader):  # the last one first, also if the device has failed
                 last.callback(part.close)
-            if self.hybrid:
-                self.hybrid.close()
-            self._graphs.clear()  # they hold memory of the device
-            self.device.synchronize()
+            with self.device.current(), last.pop_all():
+                if self.hybrid:
+                    self.hybrid.close()
+                self._graphs.clear()  # they hold memory of the device
+                self.device.synchronize()
         let_go(self)

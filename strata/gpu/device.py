@@ -165,9 +165,23 @@ class CupyDevice:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        with self._device:
+        self._enter()
+        try:
             self._calls.use()  # CuPy leaves a thread without a context until its first call
             yield
+        except BaseException:
+            with suppress(StrataError):  # what went wrong first is what counts
+                self._leave()
+            raise
+        self._leave()
+
+    @told
+    def _enter(self) -> None:
+        self._device.__enter__()
+
+    @told
+    def _leave(self) -> None:
+        self._device.__exit__(None, None, None)
 
     # ---- memory
 
@@ -358,8 +372,7 @@ class CupyDevice:
 
     @told
     def close(self) -> None:
-        """Free everything, but for host memory that arrays of `host` still show. What queued work uses is freed when it
-        has ended."""
+        """Free everything but host memory that arrays of `host` still show; what queued work uses, once it ended."""
         try:
             for stream in (self.stream, *self._copy_streams):
                 stream.synchronize()

@@ -79,11 +79,9 @@ def _check_cpu(machine: Machine, o: PlanOptions) -> None:
     """Refuse options that mean nothing without a GPU."""
     kind, advice = (BadArgument, None) if o.device == "cpu" else (NoDevice, _lacking(machine))
     found = f"GPUs: {len(machine.gpus)}, device={o.device!r}"
-    given = {"slots": o.slots or None, "pcie_share": o.pcie_share or None}  # none of either is what the CPU has
-    given |= {name: getattr(o, name) for name in ("vram_gib", "reserve_mib", "hit_rate")}
+    # Neither slots nor a share is what the CPU has.
+    given = {"slots": o.slots or None, "pcie_share": o.pcie_share or None, "vram_gib": o.vram_gib}
     asked = [f"{name}={value}" for name, value in given.items() if value is not None]
-    if o.profile is not None and o.device == "cpu":
-        asked.append("profile")
     if asked:
         raise kind(f"{', '.join(asked)}: this needs a GPU", found=found, needed="a GPU, or a load without this",
                    advice=advice)  # fmt: skip
@@ -154,9 +152,6 @@ def make_plan(
             advice="Make one for this model with `strata profile`, or leave the profile out.",
         )
     draft = draft_of(model, o)
-    need(o.draft_vocabulary is None or draft is not None, "draft_vocabulary does nothing without a draft layer",
-         found=f"draft={o.draft!r}" + (", none is beside the model" if o.draft == "auto" else ""),
-         needed="a draft layer, or no draft_vocabulary")  # fmt: skip
     need((o.draft_vocabulary or 1) <= g.V, "draft_vocabulary is larger than the model's vocabulary",
          found=f"{o.draft_vocabulary:,}" if o.draft_vocabulary else None, needed=f"at most {g.V:,}")  # fmt: skip
     notes = list(model.notes)
@@ -229,12 +224,16 @@ def _idle(m: ModelFacts, gpu: Gpu | None, o: PlanOptions, asked: PlanOptions, pr
     notes, n_slots = [], priced.allotment.n_slots
     if o.draft == "auto" and draft_of(m, o) is None:
         notes.append(f"no draft layer beside {m.name}: drafting by lookup alone")
+    if o.draft_vocabulary is not None and draft_of(m, o) is None:
+        notes.append("draft_vocabulary does nothing here: no draft layer")
     if o.profile is not None and gpu is None:
         notes.append("the profile does nothing here: no GPU holds experts")
+    if o.reserve_mib is not None and gpu is None:
+        notes.append("reserve_mib does nothing here: no VRAM is used")
     for name in ("experts", "pcie_share", "profile"):
         if getattr(asked, name) and getattr(asked, name) != getattr(o, name) and not priced.shortfalls:
             notes.append(f"{name} does nothing here: VRAM holds every expert")
-    if o.hit_rate is not None and n_slots in (0, m.n_pairs) and not priced.shortfalls:
+    if o.hit_rate is not None and (gpu is None or (n_slots in (0, m.n_pairs) and not priced.shortfalls)):
         notes.append(f"hit_rate does nothing here: VRAM holds {'every expert' if n_slots else 'no expert'}")
     return notes
 

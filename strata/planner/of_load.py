@@ -73,8 +73,7 @@ def plan_of_load(
 
 def _means_gpu(o: PlanOptions) -> bool:
     """Whether the options ask for a card: what was asked for must not get lost on the way to the CPU."""
-    given = (o.vram_gib, o.reserve_mib, o.hit_rate)
-    of_gpu = any(x is not None for x in given) or o.slots or o.pcie_share or o.experts in ("pinned", "resident")
+    of_gpu = o.vram_gib is not None or o.slots or o.pcie_share or o.experts in ("pinned", "resident")
     return bool(o.device != "auto" or of_gpu or isinstance(o.prefill, int))
 
 

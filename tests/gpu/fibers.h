@@ -9,18 +9,27 @@
 #include <cstring>
 #include <vector>
 
+#ifdef STRATA_RACES
+#define QUIET __attribute__((no_sanitize("thread"), noinline))  // its accesses are none of the kernel's
+#else
+#define QUIET
+#endif
+
 namespace shim {
 
 struct dim3_ { int x, y, z; };
 
-enum Wait { RUN, WARP, BLOCK, DONE };
+enum Wait { RUN, WARP, BLOCK, COPIES, DONE };
 
 struct Fiber {
     void *sp = nullptr;
     Wait wait = RUN;
+    bool orders = false;  // waits at __syncwarp, which orders memory
     unsigned mask = 0, ballot = 0;
     int source = 0;
     uint64_t give = 0, received = 0;
+    const struct BulkWord *copies = nullptr;  // what it waits for in COPIES, and the phase
+    int parity = 0;
     dim3_ thread{};
     int lane = 0, warp = 0;
 };
@@ -35,6 +44,15 @@ static void *scheduler_sp = nullptr;
 static dim3_ block_index, block_size, grid_size;
 static bool reversed = false;
 static char message[512];
+static bool failed = false;  // the message says how; the block still runs to its end
+static bool moved = false;   // a fiber has run since this was cleared
+
+// The barrier of bulk copies: bytes of this phase to come, whether they were named, and how many phases have ended.
+struct BulkWord {
+    int32_t bytes;
+    uint16_t named, ended;
+    QUIET bool over(int parity) const { return (ended & 1) != parity; }
+};
 
 #if defined(__x86_64__)
 // Saves callee-saved registers on the stack, swaps stack pointers, restores.
@@ -61,7 +79,7 @@ static void (*body)(void *) = nullptr;
 static void *body_data = nullptr;
 
 // Switches to the warp's next fiber that has something to do, behind the last one to the scheduler.
-static void yield(Wait why) {
+QUIET static void yield(Wait why) {
     Fiber *me = now;
     me->wait = why;
     void *to = scheduler_sp;
@@ -106,11 +124,29 @@ static unsigned char *dynamic_start() {
     return p + (-(uintptr_t)p & 15);
 }
 
+}  // namespace shim
+
+#ifdef STRATA_RACES
+#include "races.h"
+#endif
+
+namespace shim {
+
+// Ends the launch with a message, once the block has run.
+QUIET static void fail(const char *what) {
+    if (failed) return;
+    failed = true;
+    snprintf(message, sizeof message, "block (%d, %d, %d), thread %d: %s", block_index.x, block_index.y, block_index.z,
+             (int)(now - fibers.data()), what);
+}
+
 static bool stuck(const char *what) {
-    int waits[4] = {0, 0, 0, 0};
+    int waits[5] = {0, 0, 0, 0, 0};
     for (Fiber &f : fibers) waits[f.wait]++;
-    snprintf(message, sizeof message, "block (%d, %d, %d): %s; %d threads at a warp exchange, %d at a barrier, %d ended",
-             block_index.x, block_index.y, block_index.z, what, waits[WARP], waits[BLOCK], waits[DONE]);
+    if (!failed)
+        snprintf(message, sizeof message,
+                 "block (%d, %d, %d): %s; %d threads at a warp exchange, %d at a barrier, %d ended, %d wait for copies",
+                 block_index.x, block_index.y, block_index.z, what, waits[WARP], waits[BLOCK], waits[DONE], waits[COPIES]);
     return false;
 }
 
@@ -128,7 +164,20 @@ static bool whole_exchange(int first, int last) {
         lanes[l].ballot = ballot;
         lanes[l].wait = RUN;
     }
+#ifdef STRATA_RACES
+    races.warp_epoch[first / 32] += lanes[0].orders;
+#endif
     return true;
+}
+
+QUIET static void resume(Fiber *f) {
+#ifdef STRATA_RACES
+    races.inside = true;
+#endif
+    shim_switch(&scheduler_sp, f->sp);
+#ifdef STRATA_RACES
+    races.inside = false;
+#endif
 }
 
 // Runs the lanes of one warp until all of them wait for the block or ended; false if they wait for each other.
@@ -137,11 +186,13 @@ static bool run_warp(int first, int last) {
     warp_end = fibers.data() + (reversed ? first - 1 : last);
     for (;;) {
         bool ran = false;
+        for (int i = first; i < last; i++)
+            if (fibers[i].wait == COPIES && fibers[i].copies->over(fibers[i].parity)) fibers[i].wait = RUN;
         for (Fiber *f = fibers.data() + (reversed ? last - 1 : first); f != warp_end; f += order) {
             if (f->wait != RUN) continue;
             now = f;
-            shim_switch(&scheduler_sp, f->sp);  // it and all behind it
-            ran = true;
+            resume(f);  // it and all behind it
+            ran = moved = true;
             break;
         }
         if (whole_exchange(first, last)) continue;
@@ -152,6 +203,10 @@ static bool run_warp(int first, int last) {
             for (int l = 0; l < 32 && all; l++)
                 if (mask >> l & 1) all = first + l < last && fibers[first + l].wait == WARP && fibers[first + l].mask == mask;
             if (!all) continue;
+#ifdef STRATA_RACES
+            unsigned present = last - first < 32 ? (1u << (last - first)) - 1 : 0xffffffffu;
+            races.warp_epoch[first / 32] += fibers[i].orders && (mask & present) == present;
+#endif
             unsigned ballot = 0;
             for (int l = 0; l < 32; l++)
                 if (mask >> l & 1) ballot |= (unsigned)(fibers[first + l].give & 1) << l;
@@ -165,7 +220,9 @@ static bool run_warp(int first, int last) {
             ran = true;
         }
         if (ran) continue;
-        for (int i = first; i < last; i++)
+        bool copies = false;  // that another warp may ask for
+        for (int i = first; i < last; i++) copies |= fibers[i].wait == COPIES;
+        for (int i = first; i < last && !copies; i++)
             if (fibers[i].wait == WARP) return stuck("lanes of a warp exchange are missing");
         return true;
     }
@@ -174,16 +231,22 @@ static bool run_warp(int first, int last) {
 static bool run_block() {
     int n = (int)fibers.size(), warps = (n + 31) / 32;
     for (;;) {
+        moved = false;
         for (int k = 0; k < warps; k++) {
             int w = reversed ? warps - 1 - k : k;
             if (!run_warp(32 * w, 32 * w + 32 < n ? 32 * w + 32 : n)) return false;
         }
-        int at_barrier = 0, ended = 0;
-        for (Fiber &f : fibers) { at_barrier += f.wait == BLOCK; ended += f.wait == DONE; }
+        int at_barrier = 0, ended = 0, copies = 0;
+        for (Fiber &f : fibers) { at_barrier += f.wait == BLOCK; ended += f.wait == DONE; copies += f.wait == COPIES; }
         if (ended == n) return true;
+        if (copies && !moved) return stuck("nobody asks for the copies that threads wait for");
+        if (copies) continue;
         if (at_barrier + ended != n) return stuck("threads neither wait nor end");
         for (Fiber &f : fibers)
             if (f.wait == BLOCK) f.wait = RUN;
+#ifdef STRATA_RACES
+        races.epoch++;
+#endif
     }
 }
 
@@ -203,6 +266,10 @@ static bool run_grid(const int *grid, const int *block, int shared_bytes, bool r
     grid_size = {grid[0], grid[1], grid[2]};
     block_size = {block[0], block[1], block[2]};
     message[0] = 0;
+    failed = false;
+#ifdef STRATA_RACES
+    watch_launch();
+#endif
     long blocks = (long)grid[0] * grid[1] * grid[2];
     for (long k = 0; k < blocks; k++) {
         long b = reverse ? blocks - 1 - k : k;
@@ -214,7 +281,10 @@ static bool run_grid(const int *grid, const int *block, int shared_bytes, bool r
             fibers[i].warp = i / 32;
             prepare(fibers[i], stacks + (size_t)i * STACK);
         }
-        if (!run_block()) return false;
+#ifdef STRATA_RACES
+        watch_block();
+#endif
+        if (!run_block() || failed) return false;
         for (size_t i = 0; i < GUARD; i++)
             if (dynamic_start()[dynamic_bytes + i] != 0xA5 && dynamic_start() + dynamic_bytes + i < dynamic.data() + dynamic.size())
                 return stuck("written behind the dynamic shared memory");

@@ -25,7 +25,10 @@ from tests.canonical.call import Slot
 
 HERE = Path(__file__).resolve().parent
 FLAGS = ("-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-fwrapv", "-w", "-fPIC")
-HEADERS = ("shim.h", "fibers.h")
+HEADERS = ("shim.h", "fibers.h", "races.h")
+RACES = ("-fsanitize=thread", "-fno-gnu-unique", "-DSTRATA_RACES", "-g1")
+WATCH_RACES = os.environ.get("STRATA_TEST_RACES") == "1"
+"""Whether threads that touch the same shared memory with nothing between fail a launch (races.h). Twice as slow."""
 # std::fma is a slow library call unless the target has the instruction; both round once.
 FMA = {"x86_64": ("-mfma", "-mavx2")}
 
@@ -69,7 +72,7 @@ def _compiled_header(flags: tuple[str, ...]) -> Path:
 
 
 @cache
-def library(source: Source) -> ctypes.CDLL:
+def library(source: Source, races: bool = WATCH_RACES) -> ctypes.CDLL:
     """All instances of a source as `launch_i` and `sizes_i`, i their index. Kept on disk by content."""
     entries = []
     for i, name in enumerate(source.instances):
@@ -80,30 +83,45 @@ def library(source: Source) -> ctypes.CDLL:
         )
     text = f'#include "shim.h"\n#include "{source.path}"\n' + "".join(entries)
     text += 'extern "C" const char *message() { return shim::message; }\n'
-    flags = (*FLAGS, *_target_flags(), _level(source))
+    flags = (*FLAGS, *_target_flags(), _level(source), *(RACES if races else ()))
     shim = "".join((HERE / name).read_text("utf-8") for name in HEADERS)
     parts = [text, source.path.read_text("utf-8"), str(headers_of(source.path)), shim]
     key = hashlib.sha256("\0".join([*parts, *flags]).encode()).hexdigest()[:24]
     place = _folder() / f"{key}.so"
     if not place.exists():
         place.parent.mkdir(parents=True, exist_ok=True)
-        code, part = place.with_suffix(f".{os.getpid()}.cpp"), place.with_suffix(f".{os.getpid()}.so")
+        code, compiled, part = (place.with_suffix(f".{os.getpid()}.{kind}") for kind in ("cpp", "o", "so"))
         code.write_text(text, encoding="utf-8")
         folders = (f"-I{_compiled_header(flags)}", f"-I{HERE}", f"-I{FOLDER}")
         try:
-            _run_compiler(*flags, "-shared", *folders, "-o", part, code)
+            # Two steps: to link with -fsanitize would bring its own runtime.
+            _run_compiler(*flags, "-c", *folders, "-o", compiled, code)
+            _run_compiler("-shared", "-o", part, compiled)
         finally:
             code.unlink()
+            compiled.unlink(missing_ok=True)
         os.replace(part, place)
     lib = ctypes.CDLL(str(place))
     lib.message.restype = ctypes.c_char_p
     return lib
 
 
-def run(launch: Launch, *, reverse: bool = False) -> None:
-    """Run one launch. reverse: blocks, warps and lanes in the opposite order. AssertionError if lanes wait for ever, an
-    argument has the wrong size, or dynamic shared memory is exceeded."""
-    lib = library(launch.source)
+def _with_line(message: str, library: str) -> str:
+    """The message of a race with file and line, where a tool can tell them."""
+    told, _, at = message.partition("; code at ")
+    if not at or shutil.which("addr2line") is None:
+        return message
+    done = subprocess.run(["addr2line", "-e", library, at], capture_output=True, text=True, check=True)
+    return f"{told}; {done.stdout.strip()}"
+
+
+def run(launch: Launch, *, reverse: bool = False, races: bool = WATCH_RACES) -> None:
+    """Run one launch. reverse: blocks, warps and lanes in the opposite order.
+
+    AssertionError if lanes wait for ever, an argument has the wrong size, dynamic shared memory is exceeded, a copy is
+    not aligned, or with `races` if threads race for shared memory.
+    """
+    lib = library(launch.source, races)
     i = launch.source.instances.index(launch.kernel)
     sizes = (ctypes.c_int * 64)()
     n = getattr(lib, f"sizes_{i}")(sizes)
@@ -115,7 +133,7 @@ def run(launch: Launch, *, reverse: bool = False) -> None:
     function = getattr(lib, f"launch_{i}")
     function.restype = ctypes.c_bool
     fine = function(args, grid, block, launch.shared_bytes, reverse)
-    assert fine, f"{launch.kernel}: {lib.message().decode()}"
+    assert fine, f"{launch.kernel}: {_with_line(lib.message().decode(), lib._name)}"
 
 
 def run_all(launches: list[Launch], *, reverse: bool = False) -> None:

@@ -69,8 +69,9 @@ static int sizes(void (*)(A...), int *out) {
 }
 
 template <class T>
-static T exchange(unsigned mask, T value, int source) {
+static T exchange(unsigned mask, T value, int source, bool orders = false) {
     static_assert(sizeof(T) <= 8, "a warp exchange moves at most 8 bytes");
+    now->orders = orders;
     now->give = 0;
     memcpy(&now->give, &value, sizeof(T));
     now->mask = mask;
@@ -89,7 +90,7 @@ static T exchange(unsigned mask, T value, int source) {
 #define DYNAMIC_SHARED(name) unsigned char *name = shim::dynamic_start()
 
 static inline void __syncthreads() { shim::yield(shim::BLOCK); }
-static inline int __syncthreads_count(int p) {
+QUIET static inline int __syncthreads_count(int p) {
     static int count;
     __syncthreads();
     if (shim::now->thread.x == 0) count = 0;
@@ -98,7 +99,7 @@ static inline int __syncthreads_count(int p) {
     __syncthreads();
     return count;
 }
-static inline void __syncwarp(unsigned mask = 0xffffffffu) { shim::exchange(mask, 0, 0); }
+static inline void __syncwarp(unsigned mask = 0xffffffffu) { shim::exchange(mask, 0, 0, true); }
 static inline void __threadfence() {}
 static inline void __threadfence_system() {}
 template <class T> static inline T __shfl_xor_sync(unsigned m, T v, int x) { return shim::exchange(m, v, shim::now->lane ^ x); }
@@ -118,18 +119,25 @@ static inline unsigned __ballot_sync(unsigned mask, int p) {
 static inline int __all_sync(unsigned mask, int p) { return __ballot_sync(mask, p) == mask; }
 static inline int __any_sync(unsigned mask, int p) { return __ballot_sync(mask, p) != 0; }
 // Blocks and fibers run one at a time: plain reads and writes are atomic.
-template <class T, class U> static inline T atomicAdd(T *p, U v) { T old = *p; *p = (T)(old + (T)v); return old; }
-template <class T, class U> static inline T atomicMax(T *p, U v) { T old = *p; if ((T)v > old) *p = (T)v; return old; }
-template <class T, class U> static inline T atomicMin(T *p, U v) { T old = *p; if ((T)v < old) *p = (T)v; return old; }
-template <class T, class U> static inline T atomicOr(T *p, U v) { T old = *p; *p = old | (T)v; return old; }
-template <class T, class U> static inline T atomicExch(T *p, U v) { T old = *p; *p = (T)v; return old; }
-template <class T, class U, class W> static inline T atomicCAS(T *p, U c, W v) { T old = *p; if (old == (T)c) *p = (T)v; return old; }
+#ifdef STRATA_RACES
+#define TOUCH(p, n, how) shim::touch(p, n, shim::how, __builtin_return_address(0))
+#define TOUCH_BULK(p, n, barrier) shim::touch(p, n, shim::BULK, __builtin_return_address(0), barrier)
+#else
+#define TOUCH(p, n, how)
+#define TOUCH_BULK(p, n, barrier)
+#endif
+template <class T, class U> QUIET static inline T atomicAdd(T *p, U v) { TOUCH(p, sizeof(T), ATOMIC); T old = *p; *p = (T)(old + (T)v); return old; }
+template <class T, class U> QUIET static inline T atomicMax(T *p, U v) { TOUCH(p, sizeof(T), ATOMIC); T old = *p; if ((T)v > old) *p = (T)v; return old; }
+template <class T, class U> QUIET static inline T atomicMin(T *p, U v) { TOUCH(p, sizeof(T), ATOMIC); T old = *p; if ((T)v < old) *p = (T)v; return old; }
+template <class T, class U> QUIET static inline T atomicOr(T *p, U v) { TOUCH(p, sizeof(T), ATOMIC); T old = *p; *p = old | (T)v; return old; }
+template <class T, class U> QUIET static inline T atomicExch(T *p, U v) { TOUCH(p, sizeof(T), ATOMIC); T old = *p; *p = (T)v; return old; }
+template <class T, class U, class W> QUIET static inline T atomicCAS(T *p, U c, W v) { TOUCH(p, sizeof(T), ATOMIC); T old = *p; if (old == (T)c) *p = (T)v; return old; }
 static inline void atomic_min(unsigned long long *p, unsigned long long v) { atomicMin(p, v); }
 
 template <class T> static inline T __ldg(const T *p) { return *p; }
 template <class T> static inline T load_once(const T *p) { return *p; }
-static inline long long load_acquire(const long long *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
-static inline void store_release(long long *p, long long v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+QUIET static inline long long load_acquire(const long long *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+QUIET static inline void store_release(long long *p, long long v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 template <class T> static inline T load_volatile(const T *p) { return *p; }
 // Whoever is waited for may need this core.
 static inline void between_polls() { usleep(20); }
@@ -245,12 +253,12 @@ static inline __attribute__((optimize("O3"))) void products(Shown<D> *lanes, Unp
     }
 }
 template <class D, int N, class Unpack>
-static void mma(D (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], Unpack unpack) {
+QUIET static void mma(D (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], Unpack unpack) {
     static Shown<D> shown[32][32];
     Shown<D> &mine = shown[now->warp][now->lane];
     mine = {d, {a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
     arrived[now->warp]++;
-    __syncwarp();
+    exchange(0xffffffffu, 0, 0);
     if (arrived[now->warp] != 32) return;
     arrived[now->warp] = 0;
     products<D, N>(shown[now->warp], unpack);
@@ -268,9 +276,55 @@ static inline void mma_bf16(float (&d)[4], const unsigned (&a)[4], const unsigne
 static inline void mma_f16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
     shim::mma<float, 2>(d, a, b, [](unsigned x, float *to) { to[0] = half_f32(x & 0xffff), to[1] = half_f32(x >> 16); });
 }
-template <int BYTES> static inline void copy(void *to, const void *from, bool some = true) {
+template <int BYTES> QUIET static inline void copy(void *to, const void *from, bool some = true) {
+    if ((uintptr_t)to % BYTES || (uintptr_t)from % BYTES) shim::fail("a copy is not aligned for its size");
+    TOUCH(to, BYTES, COPY);
     if (some) memcpy(to, from, BYTES);
     else memset(to, 0, BYTES);
 }
+// Bulk copies of gemv/ring.cuh: done when they are asked for, waited for all the same.
+typedef unsigned long long BulkBarrier;
+namespace shim {
+static BulkWord &word(BulkBarrier *barrier) { return *(BulkWord *)barrier; }
+QUIET static void end_phase(BulkWord &w) {
+    if (w.named && w.bytes == 0) w.named = 0, w.ended++;
+}
+}  // namespace shim
+QUIET static inline void bulk_ready(BulkBarrier *barrier) {
+    TOUCH(barrier, 8, WRITE);
+    *barrier = 0;
+}
+QUIET static inline void bulk_expect(BulkBarrier *barrier, unsigned n) {
+    TOUCH(barrier, 8, ATOMIC);
+    if (shim::word(barrier).named) shim::fail("bytes of a phase are named twice");
+    shim::word(barrier).bytes += n;
+    shim::word(barrier).named = 1;
+    shim::end_phase(shim::word(barrier));
+}
+QUIET static inline void bulk_copy(unsigned char *to, const unsigned char *from, unsigned n, BulkBarrier *barrier) {
+    if ((uintptr_t)to % 16 || (uintptr_t)from % 16 || n % 16) shim::fail("a bulk copy is not aligned for 16 bytes");
+    TOUCH(barrier, 8, ATOMIC);
+    TOUCH_BULK(to, n, &shim::word(barrier));
+    memcpy(to, from, n);
+    shim::word(barrier).bytes -= n;
+    shim::end_phase(shim::word(barrier));
+}
+QUIET static inline void bulk_wait(BulkBarrier *barrier, unsigned parity) {
+    TOUCH(barrier, 8, ATOMIC);
+    if (!shim::word(barrier).over(parity)) {
+        shim::now->copies = &shim::word(barrier);
+        shim::now->parity = (int)parity;
+        shim::yield(shim::COPIES);
+    }
+#ifdef STRATA_RACES
+    shim::wait_for_phase(&shim::word(barrier));
+#endif
+}
+#ifdef STRATA_RACES
+static inline void copy_commit() { shim::end_group(); }
+template <int LATER> static inline void copy_wait() { shim::wait_for_groups(LATER); }
+#define memcpy shim::copied
+#else
 static inline void copy_commit() {}
 template <int LATER> static inline void copy_wait() {}
+#endif

@@ -19,12 +19,8 @@ enum { BY_REGISTERS = 0, BY_COPIES = 1, BY_BULK = 2 };
 #define MOST_HOW BY_REGISTERS
 #endif
 
-#ifdef STRATA_ON_CPU
-DEVICE void bulk_ready(u64 *) {}
-DEVICE void bulk_expect(u64 *, u32) {}
-DEVICE void bulk_copy(u8 *to, const u8 *from, u32 n, u64 *) { memcpy(to, from, n); }
-DEVICE void bulk_wait(u64 *, u32) {}
-#elif MOST_HOW == BY_BULK
+#ifndef STRATA_ON_CPU
+#if MOST_HOW == BY_BULK
 // A barrier for one arrival, which names the bytes of the copies that belong to it.
 DEVICE void bulk_ready(u64 *barrier) {
     u32 at = (u32)__cvta_generic_to_shared(barrier);
@@ -57,6 +53,7 @@ DEVICE void bulk_expect(u64 *, u32) {}
 DEVICE void bulk_copy(u8 *, const u8 *, u32, u64 *) {}
 DEVICE void bulk_wait(u64 *, u32) {}
 #endif
+#endif  // STRATA_ON_CPU
 
 // The stages of a ring for R row blocks of a format. With one column few and long ones are fastest.
 template <class F, int R, int M>
