@@ -365,6 +365,17 @@ def test_inspect_of_a_partly_downloaded_model(tiny_path: Path, tmp_path: Path):
     assert f"{short.name}: found {found_bytes:,} bytes, needed {needed_bytes:,}" in said
 
 
+def test_inspect_without_the_shard_of_the_n_gram_table(tiny_path: Path, tmp_path: Path):
+    short = tmp_path / tiny_path.name
+    short.write_bytes(tiny_path.read_bytes())
+    found, whole = inspect_file(short), inspect_file(tiny_path)
+    (other,) = found["missing_shards"]
+    assert found["geometry"] == whole["geometry"] and found["experts"] == whole["experts"]
+    assert found["assumed"].startswith(f"shard {other} is missing: its n-gram table is assumed to be IQ4_NL")
+    said = call("inspect", str(short)).stdout
+    assert f"(no {other})\n  {found['assumed']}\n" in said and whole["assumed"] is None
+
+
 def test_inspect_finds_a_model_as_run_does(tiny_path: Path, monkeypatch):
     wanted = json.loads(json.dumps(inspect_file(tiny_path)))
     assert json.loads(call("inspect", str(tiny_path.parent), "--json").stdout) == wanted

@@ -17,6 +17,7 @@ from strata.cli.locate import find_model
 from strata.pack.experts import PARTS, LayerExperts, expert_layout
 from strata.pack.gguf_file import GgufFile
 from strata.planner.facts import ModelFacts, model_facts
+from strata.planner.missing import assume_table
 from strata.planner.state_bytes import KV_FORMATS, KV_GROUP, kv_cell_bytes, pooled_key_bytes, recurrent_bytes
 
 
@@ -26,7 +27,7 @@ def command(
 ) -> None:
     """Show geometry, types and bytes per class, and the experts of every layer.
 
-    Reads headers only; a partly downloaded file will do.
+    Reads headers only; a partly downloaded file will do, and a missing shard if it holds the n-gram table alone.
     """
     report = inspect_file(find_model(file, "the argument"))
     typer.echo(json.dumps(report, indent=2) if json_ else "\n".join(_text(report)))
@@ -35,7 +36,8 @@ def command(
 def inspect_file(path: Path) -> dict[str, Any]:
     """The report as plain data; sizes in bytes. Raises FileError or ModelError."""
     with GgufFile(path, headers_only=True) as gguf:
-        geometry = architecture_of(gguf).read_geometry(gguf)
+        arch, assumed = architecture_of(gguf), assume_table(gguf)
+        geometry = arch.read_geometry(gguf)
         facts = model_facts(gguf, geometry)
         parameters = sum(t.rows * t.shape[-1] for t in gguf.tensors.values())
         shards = [
@@ -52,6 +54,7 @@ def inspect_file(path: Path) -> dict[str, Any]:
             "shards": shards,
             "missing_shards": missing,
             "missing_bytes": gguf.missing_bytes,
+            "assumed": assumed,
             "tensor_bytes": gguf.total_bytes,
             "bits_per_parameter": round(8 * gguf.total_bytes / parameters, 3),
             "geometry": _geometry(geometry),
@@ -137,6 +140,7 @@ def _text(report: dict[str, Any]) -> list[str]:
     if report["missing_bytes"]:
         names = f" (no {', '.join(report['missing_shards'])})" if report["missing_shards"] else ""
         lines.append(f"INCOMPLETE: at least {report['missing_bytes']:,} bytes are missing{names}")
+        lines += [f"  {report['assumed']}"] if report["assumed"] else []
         cut = [s for s in report["shards"] if s["bytes"] < s["needed_bytes"]]
         lines += [f"  {s['file']}: found {s['bytes']:,} bytes, needed {s['needed_bytes']:,}" for s in cut]
     attention = f"{g['H']} heads, {g['Hkv']} KV heads of {g['dh']}, {g['rotary_dims']} rotary"

@@ -26,11 +26,11 @@ def assume_table(gguf: GgufFile) -> str | None:
     rows, width = _described(gguf)
     if lacking != 1 or TABLE_NAME in gguf.tensors or not rows or not width:
         raise FileError(
-            f"{gguf.path.name} cannot be planned: {names} {'is' if len(gguf.missing_shards) == 1 else 'are'} missing",
+            f"{gguf.path.name} cannot be described: {names} {'is' if len(gguf.missing_shards) == 1 else 'are'} missing",
             found=f"{len(gguf.tensors)} tensors in {len(gguf.shards)} of "
             f"{len(gguf.shards) + len(gguf.missing_shards)} shards",
             needed=f"the header of every shard; {lacking} tensors are not there",
-            advice="The first megabytes of a shard are enough for a plan; loading needs all of it.",
+            advice="The first megabytes of a shard are enough; loading needs all of it.",
         )
     block = by_name(ASSUMED_TYPE)
     n_bytes = rows * block.row_bytes(width)

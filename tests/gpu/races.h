@@ -4,7 +4,8 @@
 // Two accesses to a byte, at least one of them a write, are in order if one thread makes both, if the block met at a barrier
 // between them, or if they are of one warp and it met at __syncwarp between them. Shuffles and ballots order no memory.
 // Atomics race with plain accesses only. What `copy` brings may be touched behind the copy_wait of its group only, by its own
-// thread too. The first race ends the launch with a message. Global memory is not watched.
+// thread too; what `bulk_copy` brings only by threads that have waited for its phase. The first race ends the launch with a
+// message. Global memory is not watched.
 #pragma once
 #include <cstdint>
 #include <cstdio>
