@@ -216,8 +216,7 @@ class Model:
                 raise DoesNotFit(
                     "every session is in use",
                     found=f"{self.sessions} loaded, all in use" + (", one by the model itself" if self._own else ""),
-                    needed="a free one", advice=f"Close one, or load with sessions={self.sessions + 1}.",
-                )  # fmt: skip
+                    needed="a free one", advice=f"Close one, or load with sessions={self.sessions + 1}.")  # fmt: skip
             state = self._free.pop()
             with self._backend.current():
                 state.renew()
@@ -300,7 +299,8 @@ class Model:
     def detokenize(self, tokens: Sequence[int] | np.ndarray, skip_special: bool = False) -> str:
         """The text of token ids."""
         many = isinstance(tokens, Sequence | np.ndarray) and not isinstance(tokens, str | bytes)
-        whole = many and all(whole_number(t) is not None for t in tokens)
+        flat = isinstance(tokens, np.ndarray) and tokens.ndim == 1 and tokens.dtype.kind in "iu"
+        whole = flat or (many and all(whole_number(t) is not None for t in tokens))
         need(whole, "detokenize takes token ids", found=type(tokens).__name__, needed="integers")
         return self.tokenizer.decode(tokens, truth("skip_special", skip_special))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,9 +12,8 @@ from strata.planner.options import PlanOptions
 from strata.planner.state_bytes import KV_GROUP, kv_format
 
 if TYPE_CHECKING:
+    from strata.planner.fitting import PriceOf
     from strata.planner.pricing import Priced
-
-    PriceOf = Callable[[ModelFacts, Machine, Gpu | None, PlanOptions, int], Priced]
 
 CELLS = ("KV cache", "draft KV cache")
 """Lines whose bytes depend on the format."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,9 +10,8 @@ from strata.planner.machine import Gpu, Machine
 from strata.planner.options import PlanOptions
 
 if TYPE_CHECKING:
+    from strata.planner.fitting import PriceOf
     from strata.planner.pricing import Priced
-
-    PriceOf = Callable[[ModelFacts, Machine, Gpu | None, PlanOptions, int], Priced]
 
 
 def with_ngram(

@@ -85,4 +85,3 @@ def _place_of(folder: Path | None, n_bytes: int) -> Iterator[Path]:
     except OSError as error:
         raise FileError(f"the table cannot be kept in '{where}'", found=error.strerror or str(error),
                         needed="a folder that can be written", advice="Give another --folder.") from error  # fmt: skip
-

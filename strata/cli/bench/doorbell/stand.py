@@ -218,7 +218,7 @@ class Stand:
         word = np.zeros(1, np.uint64)
         self.device.download(error, word)
         need(word[0] == 2**64 - 1, "layers that are timed run without an error", found=hex(int(word[0])),
-         needed="no error", advice="Please report this.")  # fmt: skip
+             needed="no error", advice="Please report this.")  # fmt: skip
 
     def close(self) -> None:
         self.hybrid.close()
