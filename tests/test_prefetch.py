@@ -76,7 +76,9 @@ def test_what_a_step_asks_for():
 @pytest.mark.parametrize("asking", [True, False])
 def test_far_is_for_processors_where_it_was_measured(monkeypatch, asking):
     monkeypatch.setattr("strata.cpu.gemv.prefetch.needs_asking", lambda: asking)
-    assert [asks_far(name) for name in ("Q4_K", "IQ4_XS", "Q3_K", "IQ4_NL")] == [not asking, not asking, False, False]
+    names = ("Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4", "Q3_K", "Q2_0", "IQ3_S")
+    far = {"Q4_K", "Q5_K", "Q6_K", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4"} if asking else {"Q4_K", "Q5_K", "IQ4_XS"}
+    assert {name for name in names if asks_far(name)} == far
 
 
 @simd

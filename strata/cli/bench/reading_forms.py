@@ -15,6 +15,7 @@ import numpy as np
 
 from strata.base.compiled import CFunction
 from strata.cli.bench.numbers import spread
+from strata.cpu.gemv.prefetch import FAR, NONE, emit_prefetch, prefetch_of, suffix_of, text_of
 from strata.cpu.machine_code import i64_view
 from strata.cpu.pool import Pool
 from strata.cpu.simd import Simd, i32, i64, kernel_intrinsic, vector
@@ -28,25 +29,24 @@ SPIN_US = 200.0
 
 @dataclass(frozen=True)
 class Form:
-    """Neighbouring pieces of a chunk that are read side by side; the cache that lines are asked for into (0: none) and
-    how far ahead."""
+    """Neighbouring pieces of a chunk that are read side by side, and what is asked for ahead at every line."""
 
     streams: int
-    level: int = 0
-    ahead_bytes: int = 0
+    prefetch: str = NONE
 
 
 FORMS = {
     "one load a line": Form(1),
     "four streams": Form(4),
-    "first cache, 1 KB ahead": Form(1, 1, 1 << 10),
-    "first cache, 4 KB ahead": Form(1, 1, 4 << 10),
-    "second cache, 4 KB ahead": Form(1, 2, 4 << 10),
-    "second cache, 8 KB ahead": Form(1, 2, 8 << 10),
+    "first cache, 1 KB ahead": Form(1, "1:1024"),
+    "first cache, 4 KB ahead": Form(1, "1:4096"),
+    "second cache, 4 KB ahead": Form(1, "2:4096"),
+    "second cache, 8 KB ahead": Form(1, "2:8192"),
+    "second 8 KB, first 1 KB": Form(1, text_of(FAR)),
 }
 
 
-def _emit_read(s: Simd, streams: int, level: int, ahead: int) -> None:
+def _emit_read(s: Simd, streams: int, prefetch: str) -> None:
     """(address, lines of a stream, out): sums of int32 lanes of all lines."""
     x, lines = s.pointer(s.args[0]), s.args[1]
     sums = [s.variable(vector(i32, LANES)) for _ in range(streams)]
@@ -56,8 +56,7 @@ def _emit_read(s: Simd, streams: int, level: int, ahead: int) -> None:
         for k, one in enumerate(sums):
             line = s.b.add(i, s.b.mul(lines, s.const(i64, k)))
             at = s.times(line, LINE)
-            if level:
-                s.prefetch(x, s.b.add(at, s.const(i64, ahead)), level)
+            emit_prefetch(s, prefetch_of(prefetch), s.at(x, at), i, LINE)
             s.set(one, s.b.add(s.get(one), s.load(x, at, i32, LANES)))
     total = s.get(sums[0])
     for one in sums[1:]:
@@ -71,14 +70,14 @@ _read = kernel_intrinsic("bench_read", _emit_read, 3)
 @cache
 def read_function(form: Form) -> CFunction:
     """A chunk function. Record: address, address of the chunks' sums."""
-    streams, level, ahead = form.streams, form.level, form.ahead_bytes
+    streams, prefetch = form.streams, form.prefetch
     lines = CHUNK_BYTES // LINE // streams
 
     def read(a, k, n_chunks):
         p = i64_view(a, 2)
-        _read(streams, level, ahead, p[0] + CHUNK_BYTES * k, lines, p[1] + LINE * k)
+        _read(streams, prefetch, p[0] + CHUNK_BYTES * k, lines, p[1] + LINE * k)
 
-    read.__qualname__ = f"read_{streams}_{level}_{ahead}"
+    read.__qualname__ = f"read_{streams}_{suffix_of(prefetch)}"
     return CFunction(read, 3)
 
 

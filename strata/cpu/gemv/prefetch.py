@@ -43,17 +43,21 @@ HINTS: Prefetch = (Ahead(2, 2048, steps=4),)
 
 
 FAR_FORMATS = ("Q4_K", "Q5_K", "IQ4_XS")
+"""Formats that ask FAR on a processor that follows by itself (a Zen 4)."""
+FAR_FORMATS_ASKING = ("Q4_K", "Q5_K", "Q6_K", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4")
+"""Formats that ask FAR where kernels must ask for every line (a Xeon)."""
 
 
 def asks_far(name: str) -> bool:
     """Whether the kernel of a format for one activation row, tier 512, asks FAR.
 
-    Measured from memory on a Zen 4, in long products over huge pages and in whole layers over small ones, where these
-    formats gain 1 to 8 % in every run. Formats of small blocks gain up to 12 % in the one and lose up to 4 % in some
-    runs of the other; formats with more work a byte, and kernels of several rows, lose up to 15 % in most layers. In
-    tier 256 nothing gains. Other processors have not been measured.
+    Measured from memory. On a Zen 4, in long products over huge pages and in whole layers over small ones, FAR_FORMATS
+    gain 1 to 8 % in every run. Formats of small blocks gain up to 12 % in the one and lose up to 4 % in some runs of
+    the other; formats with more work a byte, and kernels of several rows, lose up to 15 % in most layers. In tier 256
+    nothing gains. On a Xeon layers of FAR_FORMATS_ASKING gain 1 to 9 % with 8, 12 and 14 threads; those of Q2_0, Q3_K,
+    IQ2_S, IQ3_XXS and of four rows do not.
     """
-    return name in FAR_FORMATS and not needs_asking()
+    return name in (FAR_FORMATS_ASKING if needs_asking() else FAR_FORMATS)
 
 
 def text_of(prefetch: Prefetch) -> str:

@@ -13,7 +13,7 @@ from llvmlite import ir
 
 from strata.base.compiled import CFunction
 from strata.cpu.gemv.frame import N_ARGS, Lanes, Step, emit_product
-from strata.cpu.gemv.prefetch import prefetch_of, suffix_of
+from strata.cpu.gemv.prefetch import asks_far, prefetch_of, suffix_of
 from strata.cpu.gemv.records import SCALE_BYTES, records_for
 from strata.cpu.gemv.small import SMALL, Small, bytes_of, e4m3_scales, e8m0_scales, nibbles, twos
 from strata.cpu.simd import Simd, Value, f32, i8, i16, i32, i64, i128, kernel_intrinsic
@@ -107,7 +107,7 @@ def _step(f: Small) -> Step:
 
     return Step(
         layout.values, f.blocks, f.block_bytes, layout.step_bytes, unpack, multiply, lowest=1 if f.minimum else 0,
-        asks=f.name in _ASKING or needs_asking(), hints=f.name in _HINTING,
+        asks=f.name in _ASKING or needs_asking(), far=asks_far(f.name), hints=f.name in _HINTING,
     )  # fmt: skip
 
 
@@ -129,8 +129,9 @@ def _q8_0_step() -> Step:
         lanes.add(0, total, s.b.fmul(scales, s.load(x, layout.values, f32, 16)))
 
     return Step(
-        layout.values, 2, 34, layout.step_bytes, unpack, multiply, asks=needs_asking(), hints="Q8_0" in _HINTING
-    )
+        layout.values, 2, 34, layout.step_bytes, unpack, multiply, asks=needs_asking(), far=asks_far("Q8_0"),
+        hints="Q8_0" in _HINTING,
+    )  # fmt: skip
 
 
 @cache

@@ -201,5 +201,5 @@ STEPS: dict[str, Step] = {
     "Q3_K": Step(STEP, 1, 110, K2.step_bytes, _unpack_q3, _multiplier(K2, PAIRS_2K)),
     "Q4_K": Step(STEP, 1, 144, K4.step_bytes, _unpack_q4, _multiply_k4, lowest=-1, far=asks_far("Q4_K")),
     "Q5_K": Step(STEP, 1, 176, K4.step_bytes, _unpack_q5, _multiply_k4, lowest=-1, far=asks_far("Q5_K")),
-    "Q6_K": Step(STEP, 1, 210, K6.step_bytes, _unpack_q6, _multiplier(K6, PAIRS_6K)),
+    "Q6_K": Step(STEP, 1, 210, K6.step_bytes, _unpack_q6, _multiplier(K6, PAIRS_6K), far=asks_far("Q6_K")),
 }
