@@ -148,7 +148,8 @@ def test_probes_become_rare():
     s, policy = stream("steep", 0.0, p=0.9, rounds=8000), DraftPolicy()
     at = [r for r, c in enumerate(play(policy, s)[1]) if c.reason == "probe of the drafter"]
     gaps = np.diff(at)
-    assert len(at) < 40 and gaps[-3:].min() > 4 * gaps[:3].max()
+    assert 8 < len(at) < 20 and gaps[-3:].min() > 4 * gaps[:3].mean()
+    assert gaps.max() < 1500, "however long it failed"
 
 
 @pytest.mark.parametrize("curve", ["flat", "linear", "steep"])
@@ -309,7 +310,7 @@ def test_costs_of_sizes_never_measured():
 
 def test_a_rate_follows_a_change():
     rate, rng = Rate(), np.random.default_rng(0)
-    assert rate.value(0.7) == 0.7
+    assert rate.value(0.7) == pytest.approx(0.7)
     for good in rng.random(300) < 0.9:
         rate.add(bool(good))
     assert abs(rate.value(0.5) - 0.9) < 0.05

@@ -113,7 +113,7 @@ def test_a_draft_that_is_hopeless_is_judged_without_a_row():
     first = rounds(policy, 250, right=False)
     assert 2 <= len(first) < 10 and first[0].n_drafts == 1, "the price of two rows is not known yet"
     probes = rounds(policy, 250, right=False)
-    assert {p.n_drafts for p in probes} == {0}
+    assert len(probes) > 2 and {p.n_drafts for p in probes[1:]} == {0}
     rounds(policy, 500, right=True)
     assert policy.choose(RoundFacts(drafter=True)).n_drafts > 0
 

@@ -82,6 +82,19 @@ def test_asking_begins_again_with_the_next_answer_and_after_a_draft(model, plain
     assert policy.rests == [1, 3, 1, 3, 4]
 
 
+def test_a_probe_in_vain_does_not_begin_to_ask_again(model, plain, text, prompt):
+    """The policy says which rounds are probes; nothing has changed where one fails."""
+    policy = Idle()
+    policy.probing = True
+    script = iter([0, 0, 0, 2, 0, 0])
+    policy.lengths = lambda: next(script)
+    wrong = [(token + 1) % 4000 for token in text]
+    session = drafting_session(model, policy, Oracle(wrong), draft_layer=False)
+    answer = session.generate(prompt, max_tokens=40, **GREEDY)
+    assert answer.tokens == plain.tokens[:40] and answer.drafts["offered"] == 2
+    assert policy.rests == [1, 3, 7, 7, 15, 1]
+
+
 # ---- telemetry
 
 

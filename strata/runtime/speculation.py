@@ -258,7 +258,11 @@ class Speculator:
         )  # fmt: skip
         judging_ms = (time.perf_counter() - began) * 1e3
         self.policy.asking_ms = _follow(self.policy.asking_ms, judging_ms + proposed.asking_ms)
-        self._last_rest = self.rest = self._rest_after(self._last_rest) if idle else 0
+        if idle:
+            self._last_rest = self._rest_after(self._last_rest)
+        elif not (self.policy.probing and len(committed) == 1):  # a probe in vain changes nothing
+            self._last_rest = 0
+        self.rest = self._last_rest
 
     def _rest_after(self, last: int) -> int:
         """Rounds to skip after one in which nothing was drafted."""

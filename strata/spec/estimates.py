@@ -21,11 +21,14 @@ COMMON = 0.8
 MEMORY = 200.0
 """Trials that a rate looks back on."""
 
-PRIOR_WEIGHT = 4.0
+PRIOR_WEIGHT = 3.0
 """Trials that a prior counts for."""
 
 BUCKET_WEIGHT = 16.0
 """Trials that a bucket of all positions counts for at one position."""
+
+CALIBRATION_WEIGHT = 3.0
+"""Drafts that a drafter's calibration is expected from before anything is known."""
 
 EDGES = (0.3, 0.5, 0.7, 0.85, 0.95)
 """Borders of the buckets of a drafter's own probability."""
@@ -102,9 +105,11 @@ class Costs:
             before, mean = mean, mean + step * (min(ms, 4.0 * mean) - mean)
             if n >= 8:  # what slows one size (a longer context, a busier machine) slows the others
                 moved = 1.0 + COMMON * (mean / before - 1.0)
+                table, last = self.table, self.last
+                mine = last[T]
                 for other in range(1, WINDOW_ROWS + 1):  # one measured since has seen it already
-                    if self.last[other] < self.last[T]:
-                        self.table[other] *= moved
+                    if last[other] < mine:
+                        table[other] *= moved
         self.table[T] = mean
         self.n[T], self.last[T] = n + 1, round_index
         if n == 0:
@@ -217,12 +222,15 @@ class DrafterRates:
         self._mix = [[0.0] * (EMPTY + 1) for _ in places]
         self._followed = [[[0.0] * (EMPTY + 1) for _ in buckets] for _ in range(2)]  # [not the first][before][bucket]
         self._first = self._latest = -1  # buckets of the latest first draft, and of the latest draft; -1: none
-        self._good, self._expected = 0.0, 0.0
+        self._good, self._expected = [0.0] * len(MIDDLES), [0.0] * len(MIDDLES)  # by bucket, in units of `_unit`
+        self._all_good = self._all_expected = 0.0
+        self._unit = 1.0  # weight of the latest trial
         self._deepest = -1  # last position that was ever drafted at
         self._seen: list[int] = []  # buckets that drafts ever fell into, EMPTY left out
         self._cells: list[list[float]] = []  # acceptance by position up to the deepest and by bucket
         self._mean = [TRUST * MIDDLES[-1] for _ in places]
-        self._stale = True  # something was learnt since those two were worked out
+        self._variance = 0.0  # 0: not worked out
+        self._stale = True  # something was learnt since those three were worked out
         self._prospects: list[tuple[float, list[float]]] | None = None
         self.best_gains: list[float] = []
 
@@ -230,33 +238,47 @@ class DrafterRates:
     def bucket(probability: float | None) -> int:
         return NO_PROBABILITY if probability is None else bisect_right(EDGES, probability)
 
-    @property
-    def calibration(self) -> float:
-        return min(1.1, (self._good + 3.0) / (self._expected + 3.0))
+    def _expects(self, b: int, p: float) -> float:
+        """Acceptance of drafts of probability p in bucket b by the calibration in all other buckets."""
+        known = CALIBRATION_WEIGHT * self._unit
+        calibration = (self._all_good - self._good[b] + known) / (self._all_expected - self._expected[b] + known)
+        value = (calibration if calibration < 1.1 else 1.1) * TRUST * p
+        return value if value < MOST_SURE else MOST_SURE
+
+    def _cell(self, position: int, b: int, expected: float) -> tuple[float, float]:
+        """(acceptance, trials it is known from) at a position in a bucket, of which the calibration expects so much.
+
+        No trial counts twice: what stands beside those of the cell are trials at other positions, and the prior.
+        """
+        here, anywhere = self._rates[position][b], self._buckets[b]
+        hits, misses = here.good, here.bad
+        good, bad = anywhere.good - hits, anywhere.bad - misses
+        if good < 0.0:
+            good = 0.0
+        n = good + (bad if bad > 0.0 else 0.0) + PRIOR_WEIGHT
+        weight = n if n < BUCKET_WEIGHT else BUCKET_WEIGHT
+        trials = hits + misses + weight
+        return (hits + weight * (good + PRIOR_WEIGHT * expected) / n) / trials, trials
 
     def rate(self, position: int, probability: float | None) -> float:
         """Chance that this draft is accepted, given that those before it are."""
         b = self.bucket(probability)
-        p = MIDDLES[b] if probability is None else probability
-        bucket = self._buckets[b].value(min(MOST_SURE, self.calibration * TRUST * p))
-        return self._rates[position][b].value(bucket, BUCKET_WEIGHT)
+        return self._cell(position, b, self._expects(b, MIDDLES[b] if probability is None else probability))[0]
 
     def _work_out(self) -> None:
         """Cells and means, from what was learnt."""
-        per_unit = self.calibration * TRUST
-        leant = [(b, BUCKET_WEIGHT * self._buckets[b].value(min(MOST_SURE, per_unit * MIDDLES[b]))) for b in self._seen]
+        expected = [(b, self._expects(b, MIDDLES[b])) for b in self._seen]
         self._cells = []
         for place in range(self._deepest + 1):
-            rates, cells = self._rates[place], [0.0] * (EMPTY + 1)
-            for b, good in leant:
-                rate = rates[b]
-                cells[b] = (rate.good + good) / (rate.good + rate.bad + BUCKET_WEIGHT)
+            cells = [0.0] * (EMPTY + 1)
+            for b, value in expected:
+                cells[b] = self._cell(place, b, value)[0]
             mix = self._mix[place] if place else self._behind_bucket(0, self._first)
             self._cells.append(cells)
             self._mean[place] = sum(map(mul, mix, cells)) / sum(mix)
         for place in range(self._deepest + 1, len(self._mean)):  # as at the position before, or as a fair drafter
-            self._mean[place] = self._mean[place - 1] if place else min(MOST_SURE, per_unit * MIDDLES[-1])
-        self._stale, self._prospects = False, None
+            self._mean[place] = self._mean[place - 1] if place else TRUST * MIDDLES[-1]
+        self._stale, self._prospects, self._variance = False, None, 0.0
 
     def _behind_bucket(self, position: int, before: int) -> list[float]:
         """Weights of the buckets of a draft behind one of bucket `before`."""
@@ -289,6 +311,24 @@ class DrafterRates:
         if self._stale:
             self._work_out()
         return self._mean[position]
+
+    @property
+    def variance(self) -> float:
+        """How far off `mean(0)` may be, squared: what is known of each bucket, and of which comes next."""
+        mean = self.mean(0)
+        if self._variance > 0.0:
+            return self._variance
+        if self._deepest < 0:
+            return mean * (1.0 - mean) / (PRIOR_WEIGHT + 1.0)
+        weights, cells, known, square = self._behind_bucket(0, self._first), self._cells[0], 0.0, 0.0
+        total = sum(weights)
+        for b in self._seen:
+            w, q = weights[b] / total, cells[b]
+            known += w * w * q * (1.0 - q) / (self._cell(0, b, q)[1] + 1.0)
+            square += w * (q - mean) * (q - mean)
+        square += weights[EMPTY] / total * mean * mean
+        self._variance = max(known + (1.0 - MIX_KEPT) * square, 1e-6)
+        return self._variance
 
     def prospects(self) -> list[tuple[float, list[float]]]:
         """(weight, gains) by bucket of the first draft: gains[n - 1] is how many of n drafts are expected to come out.
@@ -331,8 +371,16 @@ class DrafterRates:
         self._rates[position][b].add(good)
         self._buckets[b].add(good)
         p = MIDDLES[b] if probability is None else probability
-        self._good = 0.98 * self._good + (1.0 if good else 0.0)
-        self._expected = 0.98 * self._expected + TRUST * p
+        self._unit *= 1.0 / 0.98
+        if self._unit > 1e9:
+            self._good, self._expected = [x / self._unit for x in self._good], [x / self._unit for x in self._expected]
+            self._all_good, self._all_expected, self._unit = sum(self._good), sum(self._expected), 1.0
+        if good:
+            self._good[b] += self._unit
+            self._all_good += self._unit
+        expected = self._unit * TRUST * p
+        self._expected[b] += expected
+        self._all_expected += expected
         self._stale = True
 
 

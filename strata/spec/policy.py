@@ -3,8 +3,9 @@
 A round is worth its expected committed tokens minus what its milliseconds would have brought at the rate of the last
 rounds (the rate is never taken below one row's). The best choice by that measure is the one with the best long-run
 rate, and it can never be expected to lose against T = 1, which is always among the choices. What is not chosen is
-tried now and then: probes are paid from a budget of 0.8 % of the time, and a probe that changes nothing doubles the
-pause before the next of its kind. A run of drafts that all fail is taken for a change of text before the rates show it.
+tried now and then: probes are paid from a budget of 0.8 % of the time. One of the drafter is due when what may be
+missed pays for it (`strata.spec.probes`); one of another size that changes nothing doubles the pause before the next of
+its kind. A run of drafts that all fail is taken for a change of text before the rates show it.
 
 A round:
 
@@ -27,6 +28,7 @@ from collections.abc import Sequence
 from strata.base.errors import BadArgument, need
 from strata.base.geometry import WINDOW_ROWS
 from strata.spec.estimates import CHAIN_PRIORS, EMPTY, LOOKUP_PRIORS, SHAPE, Costs, Doubt, DrafterRates, LookupRates
+from strata.spec.probes import FOUND, SHORTEST, DrafterProbes, expected_excess
 from strata.spec.rounds import MAX_DRAFTS, Choice, Outcome, RoundFacts
 
 MARGIN = 0.02
@@ -35,12 +37,10 @@ LOOKUP_MARGIN = 0.03
 """Tokens a round that lookup must be expected to gain over the drafter."""
 PROBE_SHARE = 0.008
 """Part of the time that all probes together may lose."""
-CHEAP_SHARE = 0.001
-"""Part of the time that probes of a drafter may always lose, however often they failed."""
+CLOSE_SHARE = 0.002
+"""Part of the time that measuring one row may always lose, however often drafting won."""
 FIRST_PAUSE, LONGEST_PAUSE, LONGEST_PAUSE_ONE_ROW = 16, 1024, 256
 """Rounds between probes of one kind."""
-FAILED_PROBE, UNVERIFIED_PROBE = 2.0, 1.4
-"""Factor of the pause after a probe of the drafter in vain; after one that cost no row."""
 HOPELESS = 0.1
 """Tokens a round: a probe's draft that is expected to lose more is not verified."""
 SAVED_ROUNDS = 8.0
@@ -48,6 +48,9 @@ SAVED_ROUNDS = 8.0
 STEP_ROWS = 2
 """A window is at most this much wider than the widest one measured."""
 
+
+FOUND_GAINS = tuple(sum(FOUND**k for k in range(1, n + 1)) for n in range(MAX_DRAFTS + 1))
+"""Drafts that are expected to come out of 0, 1, 2, ... in a text in which drafts come out."""
 
 NOTHING = Choice(0, 0, "one row is cheapest")
 PROBE_OF_DRAFTER = "probe of the drafter"
@@ -71,7 +74,7 @@ class DraftPolicy:
         self._round = 0
         self._budget_ms = self.probe_ms = self.total_ms = 0.0
         self._pause = [FIRST_PAUSE] * (WINDOW_ROWS + 1)
-        self._drafter_pause, self._drafter_last = FIRST_PAUSE, 0
+        self._probes = DrafterProbes()
         self._probe_rows = 0  # rows of the probe under way; 0: none
         self._probe_kind = ""
         self._facts, self._limit, self._most, self._per_ms = RoundFacts(), 0, 0, 0.0
@@ -87,6 +90,11 @@ class DraftPolicy:
             return 0.0
         return max(1.0 / one, self._recent_tokens / self._recent_ms if self._recent_ms > 0 else 0.0)
 
+    @property
+    def probing(self) -> bool:
+        """Whether the round under way, or the last one, is a probe."""
+        return self._probe_rows > 0
+
     def window_ms(self, T: int) -> float:
         """Expected milliseconds of a window of T rows; 0 before the first round."""
         return self._costs.table[T]
@@ -99,7 +107,8 @@ class DraftPolicy:
     def _price(self, limit: int) -> None:
         """Work out how many tokens T - 1 more rows must bring to be worth their milliseconds, for T <= limit + 1."""
         per_ms, one, asking_ms = self._per_ms, self._costs.table[1], self.asking_ms
-        self._extra = [per_ms * ((ms - one if ms > one else 0.0) + asking_ms) for ms in self._costs.table[: limit + 2]]
+        least = per_ms * asking_ms
+        self._extra = [per_ms * (ms - one + asking_ms) if ms > one else least for ms in self._costs.table[: limit + 2]]
 
     def _looked_up(self, rates: LookupRates, n: int, match_length: int, before: int, reach: float):
         """(value, length) of the best looked-up tail of at most n tokens behind `before` drafts reached by `reach`."""
@@ -194,6 +203,7 @@ class DraftPolicy:
             choice = Choice(0, n_lookup, "lookup")
             rows = 1 + n_lookup
         elif drafting > MARGIN:
+            self._probes.pays(self._round)
             choice = Choice(self._most if facts.stepwise else planned, 0, "drafter", planned)
             rows = 1 + planned
         else:
@@ -246,12 +256,11 @@ class DraftPolicy:
         facts, per_ms, table = self._facts, self._per_ms, self._costs.table
         if self._budget_ms <= 0:
             return None
-        if facts.drafter and not choice.n_drafts:
-            price = max(self.draft_ms + table[2] - table[1] + self.asking_ms, 1e-9)
-            loss = price - self._drafter.mean(0) / per_ms
-            # what nearly pays, or costs next to nothing, is tried more often
-            pause = min(self._drafter_pause * loss / price, loss / (CHEAP_SHARE * table[1]))
-            if self._round - self._drafter_last >= max(2.0, pause) and loss <= self._budget_ms:
+        if facts.drafter and not choice.n_drafts and self._round >= self._probes.last + SHORTEST:
+            mean, trust, price = self._drafter.mean(0), self._doubt.trust, per_ms * self.draft_ms + self._extra[2]
+            loss = price - trust * mean
+            excess = trust * expected_excess(mean, self._drafter.variance, price)
+            if loss <= self._budget_ms * per_ms and self._probes.due(self._round, loss, excess, self._found()):
                 self._probe_rows, self._probe_kind = 2, PROBE_OF_DRAFTER
                 return Choice(1, 0, self._probe_kind)
         if rows == 1:  # nothing pays, by costs that may be those of a window's first use: look again
@@ -260,13 +269,22 @@ class DraftPolicy:
             return self._probe_size(1 + n, True) if n else None
         age, loss = self._round - self._costs.last[1], table[1] - 1.0 / per_ms
         # one row is what drafting is measured against: where that is close, it is measured often
-        if age >= max(4.0, min(self._pause[1], loss / (2 * CHEAP_SHARE * table[1]))) and loss <= self._budget_ms:
+        if age >= max(4.0, min(self._pause[1], loss / (CLOSE_SHARE * table[1]))) and loss <= self._budget_ms:
             self._probe_rows, self._probe_kind = 1, "probe of one row"
             return Choice(0, 0, self._probe_kind)
         T = 2 + self._round % (WINDOW_ROWS - 1)  # one other size is considered a round
         if T == rows or T > self._limit + 1 or (choice.n_lookup and T - 1 > facts.lookup_tokens):
             return None
         return self._probe_size(T, choice.n_lookup > 0)
+
+    def _found(self) -> float:
+        """Tokens a round that drafting would gain in a text in which drafts come out."""
+        one_draft, extra, best = self._per_ms * self.draft_ms, self._extra, 0.0
+        for n in (1, self._limit // 2, self._limit):
+            value = FOUND_GAINS[n] - n * one_draft - extra[n + 1]
+            if value > best:
+                best = value
+        return best
 
     def _probe_size(self, T: int, looked_up: bool) -> Choice | None:
         """A window of T rows with looked-up tokens or with the drafter's, if it is due and may pay."""
@@ -309,7 +327,8 @@ class DraftPolicy:
         one_row = self._costs.table[1]
         earned = PROBE_SHARE * spent if self._round > 1 else one_row  # the first probe need not wait
         self._budget_ms = min(self._budget_ms + earned, SAVED_ROUNDS * one_row)
-        came_out = bool(outcome.drafts) and self._judge(outcome)
+        if outcome.drafts:
+            self._judge(outcome)
         if not self._probe_rows:
             self._pause[T] = FIRST_PAUSE
             return
@@ -318,9 +337,6 @@ class DraftPolicy:
         self._budget_ms -= loss
         longest = LONGEST_PAUSE_ONE_ROW if self._probe_rows == 1 else LONGEST_PAUSE
         self._pause[self._probe_rows] = min(longest, 2 * self._pause[self._probe_rows])
-        if self._probe_kind == PROBE_OF_DRAFTER:
-            factor = FAILED_PROBE if T > 1 else UNVERIFIED_PROBE
-            self._drafter_pause = 2.0 if came_out else min(LONGEST_PAUSE, factor * self._drafter_pause)
 
     def rested(self, rounds: int, ms: float) -> None:
         """Learn from rounds of one row that were not asked about: one token each, `ms` milliseconds in all."""
@@ -334,9 +350,9 @@ class DraftPolicy:
         self.total_ms += ms
         self._budget_ms = min(self._budget_ms + PROBE_SHARE * ms, SAVED_ROUNDS * self._costs.table[1])
 
-    def _judge(self, outcome: Outcome) -> bool:
-        """Learn from every draft; says whether a draft of the drafter came out."""
-        came_out, before = False, 0
+    def _judge(self, outcome: Outcome) -> None:
+        """Learn from every draft."""
+        before = 0
         for draft in outcome.drafts:
             if draft.source in ("lookup", "chain"):
                 rates = self._lookup if draft.source == "lookup" else self._chain
@@ -346,7 +362,6 @@ class DraftPolicy:
                 for i in range(agreed + failed):
                     rates.trial(draft.match_length, i, i < agreed)
                 continue
-            self._drafter_last = self._round
             n = len(draft.tokens)
             per_draft = outcome.draft_ms / max(1, n)
             known, self._asked = self._draft_ms, self._asked + 1
@@ -354,18 +369,18 @@ class DraftPolicy:
                 self._draft_ms = per_draft
             else:
                 self._draft_ms = known + 0.1 * (min(per_draft, 3.0 * known) - known)
-            if not self._probe_rows:
-                self._drafter_pause = FIRST_PAUSE
             if not n:
+                self._probes.trial(self._round, 0.0, None)
                 self._drafter.drafted(0, EMPTY)
                 continue
             p = draft.probabilities or (None,) * n
             agreed, failed = draft.agreement(outcome.committed)
             # what the drafter itself was unsure of is no surprise when it fails
-            self._doubt.trial(min(self._drafter.mean(0), self._drafter.rate(0, p[0])), agreed > 0)
+            expected = min(self._drafter.mean(0), self._drafter.rate(0, p[0]))
+            self._doubt.trial(expected, agreed > 0)
+            self._probes.trial(self._round, expected, agreed > 0)
             for i in range(n):
                 self._drafter.drafted(i, self._drafter.bucket(p[i]))
             for i in range(agreed + failed):
                 self._drafter.trial(i, p[i], i < agreed)
-            came_out, before = agreed > 0, agreed
-        return came_out
+            before = agreed
