@@ -2,7 +2,8 @@
 
 Routing is replayed: random weights would send all tokens to the same experts, and what experts a window asks for
 decides what it reads. Ops are timed in graphs of all their layers, repeated, so that the host's part of a launch does
-not count; windows are the graphs that are served, but for the router, whose place the table's ids take.
+not count; windows are the graphs that are served, but for one more node beside the first, which makes logits of the
+table's experts. Routers choose from these.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -26,9 +28,9 @@ from strata.gpu.backend import GpuBackend
 from strata.gpu.device import Device, required_device
 from strata.gpu.launch import Launch
 from strata.gpu.lower import Lowering
-from strata.gpu.ops import LOWERING
+from strata.gpu.ops import LOWERING, linear, router
 from strata.gpu.slots import ExpertSlots
-from strata.gpu.speed import copy_blocks, replay_ids
+from strata.gpu.speed import copy_blocks, replay_logits
 from strata.pack.experts import expert_layout
 from strata.pack.gguf_file import GgufFile
 from strata.pack.tensors import Tensors
@@ -147,18 +149,27 @@ def replayed(
     need(table.ndim == 3 and table.shape[1:] == (g.L, g.K), "a table of replayed experts", found=table.shape,
          needed=f"(n, {g.L}, {g.K})")  # fmt: skip
     at = backend.memory.address("pos") if by_position else device.alloc(8)  # every window brings its position
-    ids = device.alloc(4 * table.size)
+    ids, logits, arrived = (device.alloc(4 * n) for n in (table.size, g.L * max(rows) * g.E, 1))
     device.upload(ids, np.ascontiguousarray(table, np.int32))
 
-    def router(c: Lowering, op: Op) -> None:
-        c.add(replay_ids(ids, at, len(table), g.L, op.layer, c.T, g.K, c.at(op, "ids"), c.at(op, "weights")))
+    def logits_of(c: Lowering, op: Op) -> int:
+        return logits + 4 * op.layer * c.T * g.E
+
+    def embed(c: Lowering, op: Op) -> None:
+        c.branch()
+        LOWERING["embed"](c, op)
+        c.branch()
+        c.add(replay_logits(ids, at, len(table), g.L, c.T, g.K, g.E, logits, arrived, moves=not by_position))
+        c.join()
 
     def rewind() -> None:
         device.upload(at, np.zeros(1, np.uint64))
 
     programs = [backend.programs.windows[T] for T in rows]
     before = backend._graphs, backend._other_forms, backend.table
-    backend._graphs, backend._other_forms, backend.table = dict(before[0]), {}, LOWERING | {"router": router}
+    choosing = {"linear": partial(linear, logits_of=logits_of), "router": partial(router, logits_of=logits_of)}
+    backend._graphs, backend._other_forms = dict(before[0]), {}
+    backend.table = LOWERING | choosing | {"embed": embed}
     try:
         for p in programs:
             backend._graphs[id(p)] = backend._capture(p)

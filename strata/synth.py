@@ -62,13 +62,16 @@ DENSE_TYPES: dict[str, tuple[str, ...]] = {
     "ple_conv1d": ("F16",),
 }
 """Types of the Q2_0 release by tensor, in turn over layers; other matrices are BF16 and other vectors F32."""
+NOT_DENSE = ("token_embd", "output", "per_layer_token_embd", "ffn_gate_inp_shexp", "ple_conv1d")
+"""Those of them that `SynthSpec.dense` leaves alone: tables, the head, and what releases keep in 16 bits."""
 
 
 @dataclass(frozen=True)
 class SynthSpec:
     """What to make. layers; types of gate and up, and of down, of the routed experts; experts a layer; vocabulary;
     ngram_rows: least rows of each of the n-gram table's heads (real: 20 million); distinct_pieces: of a tensor of
-    routed experts, pieces of 8 MiB that are drawn before they repeat, which is faster (0: all are drawn)."""
+    routed experts, pieces of 8 MiB that are drawn before they repeat, which is faster (0: all are drawn); dense: type
+    of all dense matrices of layers whose rows are a multiple of its blocks ("": those of DENSE_TYPES)."""
 
     layers: int = 2
     gate_up: str = "Q4_K"
@@ -78,6 +81,7 @@ class SynthSpec:
     ngram_rows: int = 20_000
     seed: int = 1
     distinct_pieces: int = 0
+    dense: str = ""
 
     def __post_init__(self) -> None:
         need(1 <= self.layers <= MOST_LAYERS, "layers is out of range", found=self.layers, needed=f"1 to {MOST_LAYERS}")
@@ -87,8 +91,9 @@ class SynthSpec:
              needed="600 to 1048576")  # fmt: skip
         for kind, width in ((self.gate_up, 2560), (self.down, 640)):
             by_name(kind).row_bytes(width)
-            need(by_name(kind).activation != "none", f"{kind} matrices have no products", found=kind,
-                 needed="a type that products take")  # fmt: skip
+            _need_products(kind)
+        if self.dense:
+            _need_products(self.dense)
 
     @staticmethod
     def of_types(text: str, **others: Any) -> SynthSpec:
@@ -105,7 +110,12 @@ class SynthSpec:
 
     @property
     def name(self) -> str:
-        return f"synthetic-{self.layers}-{self.gate_up}-{self.down}"
+        return f"synthetic-{self.layers}-{self.gate_up}-{self.down}" + f"-{self.dense}" * bool(self.dense)
+
+
+def _need_products(kind: str) -> None:
+    need(by_name(kind).activation != "none", f"{kind} matrices have no products", found=kind,
+         needed="a type that products take")  # fmt: skip
 
 
 # ---- geometry and keys
@@ -194,6 +204,8 @@ def tensors_of(spec: SynthSpec, g: Geometry) -> list[NewTensor]:
         elif part in DENSE_TYPES:
             turn = turns[layer] if part.startswith(("attn_", "ssm_")) else layer
             kind = DENSE_TYPES[part][turn % len(DENSE_TYPES[part])]
+            if spec.dense and part not in NOT_DENSE and wanted.shape[-1] % by_name(spec.dense).block_values == 0:
+                kind = spec.dense
         else:
             kind = {VECTOR: "F32", MATRIX: "BF16"}[wanted.use]
         made.append(NewTensor(wanted.name, wanted.shape, kind))

@@ -15,8 +15,9 @@ from strata.arch.flash_next.programs import build_programs
 from strata.base.errors import BadArgument, NotFinite
 from strata.base.window import HeadRequest
 from strata.cpu.backend import CpuBackend
-from strata.gpu import hc_ops, ops
+from strata.gpu import experts_op, hc_ops, ops, route
 from strata.gpu.backend import GpuBackend, measure
+from strata.gpu.gemv import combines
 from strata.gpu.hc_ops import NORM_DOWN_ROWS
 from strata.pack.experts import expert_layout
 from strata.pack.gguf_file import GgufFile
@@ -207,14 +208,21 @@ def test_memory_is_what_was_planned(pair, tiny_path, mtp_path):
     assert memory.n_bytes == gpu.memory.n_bytes and weights.n_bytes == gpu.weights.n_bytes
 
 
+def combines_of(gpu: GpuBackend, T: int) -> list[bool]:
+    """Of every layer, whether its down product may combine."""
+    return [combines(gpu.weights.expert_format(layer, 2), T, gpu.geometry.F) for layer in range(gpu.geometry.L)]
+
+
 def test_nodes_of_a_window(pair):
     counts = pair.gpu.launch_counts()
     print(counts)
     trunks = {int(name.partition("T=")[2]): n for name, n in counts.items() if name.startswith("trunk")}
-    narrow, wide = ({n for T, n in trunks.items() if (T <= NORM_DOWN_ROWS) == here} for here in (True, False))
+    L = pair.gpu.geometry.L
+    apart = {T: n + sum(combines_of(pair.gpu, T)) + (L if T in route.ROUTED_ROWS else 0) for T, n in trunks.items()}
+    narrow, wide = ({n for T, n in apart.items() if (T <= NORM_DOWN_ROWS) == here} for here in (True, False))
     assert len(narrow) == len(wide) == 1
-    assert min(wide) - max(narrow) == 2 * pair.gpu.geometry.L, "norms of narrow windows are part of the product"
-    assert counts["trunk T=1"] <= 30 * pair.gpu.geometry.L
+    assert min(wide) - max(narrow) == 2 * L, "norms of narrow windows are part of the product"
+    assert counts["trunk T=1"] <= 30 * L
 
 
 def test_what_narrow_windows_join_can_be_switched_off(pair, monkeypatch):
@@ -229,11 +237,54 @@ def test_what_narrow_windows_join_can_be_switched_off(pair, monkeypatch):
     assert not any(k.startswith(("norm_down", "mixed")) for k in kernels[2])
 
 
+@pytest.mark.parametrize("T", [1, 2, 8])
+def test_the_combine_is_part_of_the_down_product(pair, T, monkeypatch):
+    """Four nodes of an experts op for one row: gate and up, down, of either side."""
+    program = pair.gpu.programs.windows[T]
+    experts = [i for i, op in enumerate(program.ops) if op.kind == "experts"]
+
+    def kernels() -> list[list[str]]:
+        lowering = pair.gpu._lower(program)
+        found = [lowering.launches_of(i) for i in experts]
+        assert all(launches[-1].fork == 0 and launches[-2].fork > 0 for launches in found), "it waits for both sides"
+        return [[one.kernel.partition("<")[0] for one in launches] for launches in found]
+
+    together, alone = kernels(), combines_of(pair.gpu, T)
+    monkeypatch.setattr(experts_op, "COMBINED_ROWS", 0)
+    apart = kernels()
+    assert (T == 1) == all(alone) == any(alone)
+    for mine, names, before in zip(alone, together, apart, strict=True):
+        assert before[-1] == "combine" and len(before) == len(names) + mine
+        assert names[-1] in (("product", "short_rows") if mine else ("combine",))
+    assert max(map(len, apart)) >= 5 and (T > 1 or min(map(len, together)) == 4)
+
+
+def test_the_product_of_logits_chooses_the_experts(pair, monkeypatch):
+    """A node a layer less in windows of all sizes, and not where ops run one by one."""
+    L = pair.gpu.geometry.L
+
+    def kernels(T: int, fuse: bool = True) -> list[str]:
+        launches = pair.gpu._lower(pair.gpu.programs.windows[T], fuse).launches
+        return [one.kernel.partition("<")[0] for one in launches]
+
+    monkeypatch.setattr(route, "ROUTED_ROWS", range(1, 9))
+    together = {T: kernels(T) for T in (1, 3, 8)}
+    for T, found in together.items():
+        assert (found.count("route"), found.count("router")) == (L, 0)
+        assert "route" not in kernels(T, fuse=False)
+    monkeypatch.setattr(route, "ROUTED_ROWS", (1, 2))
+    apart = {T: kernels(T) for T in together}
+    assert apart[1] == together[1]
+    for T in (3, 8):
+        assert (apart[T].count("route"), apart[T].count("router")) == (0, L)
+        assert len(apart[T]) == len(together[T]) + L
+
+
 def test_the_shared_expert_runs_beside_the_router(pair):
     def forks(fuse: bool) -> list[tuple[int, bool]]:
         """Of every router: branch, and whether a later launch of its fork is in another one."""
         launches = pair.gpu._lower(pair.gpu.programs.windows[2], fuse).launches
-        routers = [one for one in launches if one.kernel.startswith("router")]
+        routers = [one for one in launches if one.kernel.startswith(("route<", "router<"))]
         return [(r.branch, r.fork > 0 and any(o.fork == r.fork and o.branch for o in launches)) for r in routers]
 
     assert forks(True) == [(0, True)] * pair.gpu.geometry.L

@@ -134,6 +134,41 @@ def test_huge(name, how):
             assert_same(y[:, :rows], expected[:T], f"{name}, K {K}, T {T}, {how}")
 
 
+@pytest.mark.parametrize(
+    ("name", "T", "rows", "K", "chosen"),
+    [
+        ("Q4_K", 1, 2560, 6144, "spread"),
+        ("Q8_0", 1, 2560, 10240, "spread"),
+        ("Q8_0", 1, 6144, 2560, "spread"),
+        ("Q8_0", 1, 8191, 2560, "product"),
+        ("Q8_0", 1, 10240, 2560, "huge"),
+        ("Q6_K", 1, 10240, 2560, "product"),
+        ("Q5_K", 1, 16384, 2560, "product"),
+        ("Q8_0", 1, 10240, 10240, "product"),
+        ("Q8_0", 2, 10240, 2560, "product"),
+        ("Q8_0", 4, 65536, 2560, "huge"),
+        ("Q4_K", 1, 16384, 2560, "product"),
+        ("IQ4_XS", 1, 16384, 2560, "product"),
+        ("Q4_K", 1, 65536, 2560, "huge"),
+        ("Q2_K", 1, 65536, 2560, "product"),
+        ("Q8_0", 4, 2560, 6144, "split"),
+        ("Q4_K", 4, 2560, 6144, "mma_split"),
+    ],
+)
+def test_which_form_is_chosen(name, T, rows, K, chosen):
+    """Rings for heads, and for one column of a large lone matrix of many bytes; else more warps for fewer rows."""
+    format = by_name(name)
+    (one,) = gemv(format, 64, rows, Activations.at(1 << 20, T, K, format.group), 64)
+    assert one.kernel.partition("<")[0] == chosen
+
+
+def test_rings_can_be_left_to_heads(monkeypatch):
+    monkeypatch.setattr(package, "RING_ROWS", 1 << 20)
+    for rows, chosen in ((16384, "product"), (65536, "huge")):
+        (one,) = gemv(by_name("Q8_0"), 64, rows, Activations.at(1 << 20, 1, 2560, 32), 64)
+        assert one.kernel.partition("<")[0] == chosen
+
+
 def test_refusals():
     with pytest.raises(BadArgument, match="spread"):
         gemv(by_name("Q8_0"), 64, 4, Activations.at(1 << 20, 1, 96, 32), 64, form="spread")

@@ -16,12 +16,13 @@ from typer.testing import CliRunner
 from strata import gpu_speed, synth
 from strata.base.errors import BadArgument, StrataError
 from strata.cli import app
-from strata.gpu import device
+from strata.gpu import device, route
 from strata.gpu.launch import Launch
-from strata.gpu.speed import SOURCE, copy_blocks, replay_ids
+from strata.gpu.speed import SOURCE, copy_blocks, replay_logits
 from strata.gpu_speed import Effort, distinct_experts, op_bytes, op_name, open_backend, repeated, replayed
 from strata.planner.machine import Machine
 from strata.replay import uniform_ids
+from tests.canonical import router as reference
 from tests.canonical.call import assert_same, check_guards, guarded, room
 from tests.gpu.host_device import HostDevice
 from tests.gpu.run_on_cpu import ON_DEVICE, address, needs_compiler, run_all
@@ -45,18 +46,23 @@ def backend(tiny_path):
 
 
 @needs_compiler
-@pytest.mark.parametrize("reverse", [False, True])
-def test_replayed_ids(reverse):
-    n, L, T, K = 7, 3, 4, 10
-    table = guarded(uniform_ids(n, L, 40, K))
-    at, ids, weights = guarded(np.array([5], np.uint64)), room(T, K, dtype="int32"), room(T, K)
+@pytest.mark.parametrize(("E", "K"), [(40, 10), (512, 128), (8, 7)])
+@pytest.mark.parametrize("moves", [True, False])
+def test_replayed_logits(E, K, moves):
+    """A router that reads them takes the experts of the table, with weights that hardly differ."""
+    n, L, T = 7, 3, 4
+    table = guarded(uniform_ids(n, L, E, K))
+    at, logits, arrived = guarded(np.array([5], np.uint64)), room(L, T, E), guarded(np.zeros(1, np.uint32))
+    run_all(replay_logits(address(table), address(at), n, L, T, K, E, address(logits), address(arrived), moves),
+            reverse=moves)  # fmt: skip
     for layer in range(L):
-        run_all(replay_ids(address(table), address(at), n, L, layer, T, K, address(ids), address(weights)),
-                reverse=reverse)  # fmt: skip
-        assert_same(ids, table[(5 + np.arange(T)) % n, layer])
-        assert_same(weights, np.full((T, K), 0.1, np.float32))
-        assert int(at[0]) == (5 if layer < L - 1 else 2), "the last layer moves on"
-    for a in (at, ids, weights):
+        for t in range(T):
+            ids, weights = reference.route(logits[layer, t], K, 1)
+            assert_same(ids, table[(5 + t) % n, layer])
+            assert weights == pytest.approx(np.full(K, 1 / K), rel=0.1)
+            assert len(np.unique(logits[layer, t])) == E, "equal ones would take a router longer"
+    assert int(at[0]) == (2 if moves else 5) and int(arrived[0]) == 0
+    for a in (at, logits, arrived):
         check_guards(a)
 
 
@@ -112,12 +118,18 @@ def test_bytes_of_ops(backend):
 
 
 @needs_compiler
-def test_windows_take_the_experts_of_the_table(backend):
+@pytest.mark.parametrize("together", [True, False])
+def test_windows_take_the_experts_of_the_table(backend, monkeypatch, together):
+    """Also where the product of logits chooses: both forms do what they do when they serve."""
+    monkeypatch.setattr(route, "ROUTED_ROWS", (2,) if together else ())
     g = backend.geometry
     table = uniform_ids(3, g.L, g.E, g.K, seed=4)
     tokens, state = np.array([5, 6], np.int32), backend.new_state()
     real = backend._graphs[id(backend.programs.windows[2])]
     with replayed(backend, table, [2]) as rewind:
+        lowering = backend._graphs[id(backend.programs.windows[2])].lowering
+        kernels = [one.kernel.partition("<")[0] for one in lowering.launches]
+        assert (kernels.count("route"), kernels.count("router")) == ((g.L, 0) if together else (0, g.L))
         for start in (0, 2, 1):
             backend.window(state, tokens, (-1, -1))
             assert_same(backend.read("moe.ids")[:2], table[(start + np.arange(2)) % 3, g.L - 1])

@@ -135,6 +135,24 @@ def test_the_release_s_types():
     assert kinds["blk.0.ple_key.weight"] == "Q2_0"
 
 
+@pytest.mark.parametrize("dense", ["Q8_0", "Q6_K"])
+def test_another_type_of_dense_matrices(dense):
+    """Of those of layers whose rows it can store; experts, head, tables and what is in 16 bits stay."""
+    spec = SynthSpec(dense=dense)
+    g = geometry_of(spec)
+    before = {t.name: t.format_name for t in tensors_of(SynthSpec(), g)}
+    kinds = {t.name: t.format_name for t in tensors_of(spec, g)}
+    changed = {name for name, kind in kinds.items() if kind != before[name]}
+    assert {kinds[name] for name in changed} == {dense}
+    for part in ("attn_qkv", "attn_gate", "ssm_out", "ffn_gate_shexp", "ffn_up_shexp", "ple_key"):
+        assert kinds[f"blk.0.{part}.weight"] == dense
+    assert kinds["blk.1.attn_v.weight"] == dense
+    assert kinds["blk.0.ffn_down_shexp.weight"] == ("Q8_0" if dense == "Q8_0" else "Q2_0")  # rows of 640 values
+    assert "output.weight" not in changed
+    assert not any(word in name for name in changed for word in ("_exps", "token_embd", "inp", "hc_"))
+    assert spec.name == f"{SynthSpec().name}-{dense}"
+
+
 def test_bad_specs():
     with pytest.raises(BadArgument, match="cannot be read"):
         SynthSpec.of_types("Q4_K")
@@ -142,6 +160,8 @@ def test_bad_specs():
         SynthSpec.of_types("Q4_K/Q4_K")
     with pytest.raises(BadArgument, match="layers"):
         SynthSpec(layers=0)
+    with pytest.raises(BadArgument, match="I32"):
+        SynthSpec(dense="I32")
 
 
 def test_a_file_is_the_model_in_memory(small, tmp_path):

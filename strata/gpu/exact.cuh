@@ -101,6 +101,9 @@ DEVICE i64 load_acquire(const i64 *p) {
 DEVICE void store_release(i64 *p, i64 v) {
     asm volatile("st.release.sys.global.s64 [%0],%1;" :: "l"(p), "l"(v) : "memory");
 }
+DEVICE int load_volatile(const int *p) {
+    int v; asm volatile("ld.volatile.global.s32 %0,[%1];" : "=r"(v) : "l"(p) : "memory"); return v;
+}
 DEVICE i64 load_volatile(const i64 *p) {
     i64 v; asm volatile("ld.volatile.global.s64 %0,[%1];" : "=l"(v) : "l"(p) : "memory"); return v;
 }

@@ -1,4 +1,5 @@
 // Around the products of experts: SwiGLU with the quantiser of the down product, and the exact combine.
+#include "combine.cuh"
 #include "early.cuh"
 #include "quantise.cuh"
 
@@ -45,16 +46,14 @@ STARTS_EARLY KERNEL(256) combine(const float *outputs, const float *linked, cons
     if (stamp && i == 0 && row == 0) *stamp = clock_ns();
     if (i >= D) return;
     float s = gate[row];
-    bool fine = finite32(s);  // an infinite one would end as a finite sigmoid
-    bool elsewhere = !mine;
+    bool fine = finite32(s), elsewhere = !mine;  // an infinite one would end as a finite sigmoid
     i64 total = 0;
     for (int j = 0; j < K; j++) {
         int entry = row * K + j, from = mine ? mine[entry] : 1;
         elsewhere = elsewhere || from == 0;
         if (from == 0) continue;
         float out = (from == 2 ? linked : outputs)[(size_t)entry * D + i];
-        if (down_scales) out = mul32(out, down_scales[ids[entry]]);
-        total += combine_term(weights[entry], out, fine);
+        total += routed_term(down_scales, down_scales ? ids[entry] : 0, weights[entry], out, fine);
     }
     if (extra && elsewhere) total += load_volatile(extra + (size_t)row * D + i);  // perhaps in memory of the host
     total += combine_term(sigmoid32(s), shared[(size_t)row * D + i], fine);

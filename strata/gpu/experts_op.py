@@ -5,12 +5,15 @@ from __future__ import annotations
 from strata.base.errors import need
 from strata.base.program import Op
 from strata.gpu.experts_ends import combine
-from strata.gpu.experts_sides import Side, add_side, quantise_inputs, shared_side
+from strata.gpu.experts_sides import Side, add_down, add_hidden, add_side, outputs_of, quantise_inputs, shared_side
 from strata.gpu.float_gemv import FloatMatrix, float_gemv
-from strata.gpu.gemv import gemv
+from strata.gpu.gemv import Combine, combine_bytes, combines, gemv
 from strata.gpu.lower import Lowering
 from strata.gpu.split_experts import lower_split
 from strata.gpu.weights import Matrix
+
+COMBINED_ROWS = 1
+"""Most rows of a window, 0 or 1, whose routed down product adds up the experts; else a kernel behind it does."""
 
 
 def multiply(c: Lowering, op: Op, m: Matrix, x: str, T: int, y: int) -> None:
@@ -52,9 +55,21 @@ def lower_experts(c: Lowering, op: Op) -> None:
     quantise_inputs(c, op, *sides)
     if not c.release():  # else the routed side goes on in the branch of the router
         c.branch()
-    outputs = [add_side(c, op, sides[0])]
+    routed, shared = sides
+    # The memory of both forms, whichever is lowered first.
+    outputs = outputs_of(c, op, routed)
+    sums, arrived = map(c.scratch, ("experts.terms", "experts.arrived"), combine_bytes(D))
+    weights, gate, y = c.at(op, "weights"), c.at(op, "shared_gate"), c.at(op, "y")
+    hidden = add_hidden(c, op, routed)
+    together = T <= COMBINED_ROWS and combines(formats[2], T, F)
+    if not together:
+        add_down(c, op, routed, hidden, outputs)
     c.branch()
-    outputs.append(add_side(c, op, sides[1]))
+    shared_outputs = add_side(c, op, shared)
     c.join()
-    places = (outputs[0], ids, c.at(op, "weights"), outputs[1], c.at(op, "shared_gate"), c.at(op, "y"))
-    c.add(combine(*places, T, K, D, c.error, c.where(op), down_scales=factors[2]))
+    if together:  # the shared expert began earlier and has less to do
+        ends = Combine(sums, arrived, weights, shared_outputs, gate, c.error, c.where(op), factors[2])
+        add_down(c, op, routed, hidden, y, ends)
+    else:
+        places = (outputs, ids, weights, shared_outputs, gate, y)
+        c.add(combine(*places, T, K, D, c.error, c.where(op), down_scales=factors[2]))

@@ -11,7 +11,7 @@ from strata.base.program import Op
 from strata.gpu.activations import Activations
 from strata.gpu.experts_ends import swiglu
 from strata.gpu.float_gemv import FloatMatrix, float_gemv, float_grouped
-from strata.gpu.gemv import Entries, Hidden, Place, product
+from strata.gpu.gemv import Combine, Entries, Hidden, Place, product
 from strata.gpu.lower import Lowering
 from strata.pack.formats import BlockFormat
 
@@ -45,7 +45,9 @@ class Side:
         return Entries(self.ids, self.n, self.T, jobs=self.jobs, most_jobs=self.most_jobs) if self.ids else None
 
 
-def _product(c: Lowering, op: Op, s: Side, part: int, x: str | Activations | int, y: int) -> None:
+def _product(
+    c: Lowering, op: Op, s: Side, part: int, x: str | Activations | int, y: int, combine: Combine | None = None
+) -> None:
     """y (n, rows) of one part; x is a buffer, activations, or an address of float32 rows."""
     D = op.consts["D"]
     rows, columns = (D, s.width) if part == 2 else (s.width, D)
@@ -53,7 +55,7 @@ def _product(c: Lowering, op: Op, s: Side, part: int, x: str | Activations | int
     n_x = s.n if part == 2 else s.T
     if format.group:
         a = x if isinstance(x, Activations) else c.activations(op, x, columns, format.group, s.T)
-        c.add(product(format, place, rows, a, y, entries=s.entries))
+        c.add(product(format, place, rows, a, y, entries=s.entries, combine=combine))
         return
     source = c.memory.address(x) if isinstance(x, str) else x
     if s.ids:
@@ -62,11 +64,10 @@ def _product(c: Lowering, op: Op, s: Side, part: int, x: str | Activations | int
         c.add(float_gemv(source, n_x, columns, [FloatMatrix(format.name, place.address, rows, y)]))
 
 
-def add_side(c: Lowering, op: Op, s: Side) -> int:
-    """Add a side's launches. Address of its outputs (n, D) float32, before their weights."""
+def add_hidden(c: Lowering, op: Op, s: Side) -> Activations | int:
+    """Add a side's launches in front of its down product. What that one reads."""
     x, error, where = op.buffers["x"], c.error, c.where(op)
     gate, up, down = s.formats
-    out = c.scratch(f"experts.{s.name}.out", 4 * s.n * op.consts["D"])
     h: Activations | int = c.scratch(f"experts.{s.name}.h", 4 * s.n * s.width)
     if down.group:
         h = Activations.at(
@@ -85,7 +86,24 @@ def add_side(c: Lowering, op: Op, s: Side) -> int:
             _product(c, op, s, part, x, sides[part])
         more = {"g_scales": s.factors[0], "u_scales": s.factors[1], "decisions": s.decisions, "take": s.take}
         c.add(swiglu(*sides, s.n, s.width, h, error, where, ids=s.ids, **more))
-    _product(c, op, s, 2, h, out)
+    return h
+
+
+def add_down(c: Lowering, op: Op, s: Side, h: Activations | int, y: int, combine: Combine | None = None) -> None:
+    """Add a side's down product. y (n, D) float32: outputs before their weights; with `combine` (T, D), the op's
+    result."""
+    _product(c, op, s, 2, h, y, combine)
+
+
+def outputs_of(c: Lowering, op: Op, s: Side) -> int:
+    """Where a side's outputs (n, D) float32 go."""
+    return c.scratch(f"experts.{s.name}.out", 4 * s.n * op.consts["D"])
+
+
+def add_side(c: Lowering, op: Op, s: Side) -> int:
+    """Add a side's launches. Address of its outputs (n, D) float32, before their weights."""
+    out = outputs_of(c, op, s)
+    add_down(c, op, s, add_hidden(c, op, s), out)
     return out
 
 

@@ -2,7 +2,8 @@
 
 Fused, where `fuse` is on: an hc_add with the hc_norm behind it, in narrow windows both with the product behind them; a
 squeeze with the float product before it; a squeeze and a mix with the quantiser of the products that read them; the
-convolution with the delta rule. With `fuse` off every op is launches of its own, for comparing backends op by op.
+convolution with the delta rule; a router with the product of its logits. With `fuse` off every op is launches of its
+own, for comparing backends op by op.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Lowering:
         self.convolution_before: Op | None = None  # a gdn_conv that the next gdn_heads does
         self.stored_index = -1  # number of a qsa_index that the qsa_append before it has done
         self.scored_index = -1  # number of a qsa_select whose scores that qsa_append has made
+        self.routed_index = -1  # number of a router that the product before it has done
         self._fork, self._branch, self._held = 0, -1, False
         self.squeezed_before = False  # the product before an hc_squeeze has done it
 

@@ -16,12 +16,21 @@ from strata.gpu.float_gemv import FloatMatrix, float_gemv
 from strata.gpu.gemv.mixed import KINDS, MOST_MATRICES, Part, mixed
 from strata.gpu.lower import Lowering
 from strata.gpu.qsa_append import KvSlots
+from strata.gpu.route import ARRIVED_BYTES, Choice, route, routes
 from strata.gpu.weights import Matrix
 
 MIXED_ROWS = 8
 """Most rows for which matrices of different formats that share their input are one launch; 0: never."""
 NGRAM_LIMIT_NS = 30_000_000_000
 """How long a window waits for its n-gram rows: far above any disk that still works."""
+
+
+LogitsOf = Callable[[Lowering, Op], int]
+
+
+def logits_of(c: Lowering, op: Op) -> int:
+    """Address of the logits (T, E) of a router op."""
+    return c.at(op, "logits")
 
 
 def _embed(c: Lowering, op: Op) -> None:
@@ -44,7 +53,8 @@ def _mixes(c: Lowering, op: Op, matrices: list[Matrix]) -> bool:
     return all(m.format.name in KINDS for m in matrices) and any(m.format.group for m in matrices)
 
 
-def _linear(c: Lowering, op: Op) -> None:
+def linear(c: Lowering, op: Op, logits_of: LogitsOf = logits_of) -> None:
+    """logits_of: where the logits lie that a router op in its place chooses from."""
     if c.norm_before is not None:
         hc_ops.norm_with_product(c, op)
         return
@@ -54,6 +64,8 @@ def _linear(c: Lowering, op: Op) -> None:
     floats: list[FloatMatrix] = []
     matrices = [c.weights.matrix(op.buffers[f"w{i}"]) for i in range(op.consts["n"])]
     columns = matrices[0].columns
+    if _routes(c, op, matrices, logits_of):
+        return
     for group in sorted({m.format.group for m in matrices} - {0}):
         c.activations(op, x, columns, group, T)
     if _mixes(c, op, matrices):
@@ -84,6 +96,23 @@ def _linear(c: Lowering, op: Op) -> None:
         branch, c.branch_before = c.branch_before, None
         c.add(float_gemv(c.memory.address(x), T, columns, floats, c.error, where, branch))
     c.join()
+
+
+def _routes(c: Lowering, op: Op, matrices: list[Matrix], logits_of: LogitsOf) -> bool:
+    """Adds an op's products and what the router behind it does, if they are one launch."""
+    following = c.next_op()
+    if following is None or following.kind != "router" or following.buffers["logits"] != op.buffers["y0"]:
+        return False
+    arrived, k = c.scratch("router.arrived", ARRIVED_BYTES), following.consts
+    formats, D = [m.format.name for m in matrices], matrices[0].columns
+    if op.consts["rows"] != 1 or not routes(c.T, D, formats, k["E"], k["K"]):
+        return False
+    products = [FloatMatrix(m.format.name, m.address, m.rows, c.at(op, f"y{i}")) for i, m in enumerate(matrices)]
+    places = (logits_of(c, following), c.at(following, "ids"), c.at(following, "weights"))
+    c.routed_index = c.index + 1
+    choice = Choice(*places, k["K"], k["scale"], arrived)
+    c.add(route(c.at(op, "x"), c.T, D, products, choice, c.error, c.where_next()))
+    return True
 
 
 def _gdn_conv(c: Lowering, op: Op) -> None:
@@ -237,10 +266,12 @@ def _qsa_attend(c: Lowering, op: Op) -> None:
     )
 
 
-def _router(c: Lowering, op: Op) -> None:
+def router(c: Lowering, op: Op, logits_of: LogitsOf = logits_of) -> None:
+    """logits_of: as `linear` has it."""
     k = op.consts
-    c.add(routers.router(c.at(op, "logits"), c.at(op, "ids"), c.at(op, "weights"), c.T, k["E"], k["K"], k["scale"],
-                         c.error, c.where(op)))  # fmt: skip
+    if c.routed_index != c.index:
+        places = (logits_of(c, op), c.at(op, "ids"), c.at(op, "weights"))
+        c.add(routers.router(*places, c.T, k["E"], k["K"], k["scale"], c.error, c.where(op)))
 
 
 def _ngram_wait(c: Lowering, op: Op) -> None:
@@ -267,7 +298,7 @@ LOWERING: dict[str, Callable[[Lowering, Op], None]] = {
     "hc_squeeze": hc_ops.hc_squeeze,
     "hc_mix": hc_ops.hc_mix,
     "hc_add": hc_ops.hc_add,
-    "linear": _linear,
+    "linear": linear,
     "gdn_conv": _gdn_conv,
     "gdn_heads": _gdn_heads,
     "gdn_commit": _gdn_commit,
@@ -276,6 +307,6 @@ LOWERING: dict[str, Callable[[Lowering, Op], None]] = {
     "qsa_index": _qsa_index,
     "qsa_select": _qsa_select,
     "qsa_attend": _qsa_attend,
-    "router": _router,
+    "router": router,
     "experts": lower_experts,
 }

@@ -1,20 +1,29 @@
-// Kernels that only measurements launch: routing from a table instead of from logits, and a copy at full speed.
+// Kernels that only measurements launch: logits of a table's experts instead of a model's, and a copy at full speed.
+#include "arrivals.cuh"
 #include "early.cuh"
 
-// ids and weights (T, K) of a layer: row t of the window takes row (*at + t) modulo n of table (n, L, K); all weights
-// are 1 / K. The last layer moves *at on to the next window's row. One block.
-STARTS_EARLY KERNEL(256) replay_ids(const int *table, u64 *at, int n, int L, int layer, int T, int K, float weight, int *ids,
-                       float *weights) {
+#define MOST_CHOSEN 128  // as router.py has it
+
+// logits (L, T, E) of a window's layers from which a router chooses the ids that row (*at + t) modulo n of table (n, L, K) has,
+// in this order and with nearly equal weights; others differ from each other and lie below. moves: the last block moves *at on
+// to the next window's row. arrived: 0, and again 0 afterwards. Grid: (rows T, layers L).
+STARTS_EARLY KERNEL(256) replay_logits(const int *table, u64 *at, int moves, int n, int K, int E, float *logits, u32 *arrived) {
+    __shared__ int ids[MOST_CHOSEN];
     let_next_start();
     wait_for_inputs();
+    int t = blockIdx.x, T = gridDim.x, layer = blockIdx.y, L = gridDim.y;
     u64 first = *at;
-    for (int i = threadIdx.x; i < T * K; i += 256) {
-        u64 row = (first + i / K) % n;
-        ids[i] = table[(row * L + layer) * K + i % K];
-        weights[i] = weight;
-    }
+    const int *row = table + ((first + t) % n * L + layer) * K;
+    if (threadIdx.x < K) ids[threadIdx.x] = row[threadIdx.x];
     __syncthreads();
-    if (layer == L - 1 && threadIdx.x == 0) *at = (first + T) % n;
+    for (int e = threadIdx.x; e < E; e += 256) {
+        u32 spread = (u32)e * 2654435761u >> 8;  // different ones of different experts, scattered
+        float logit = mul32(i32_f32((int)spread), -5.9604644775390625e-8f);
+        for (int j = 0; j < K; j++)
+            if (ids[j] == e) logit = fma32(i32_f32(K - j), 0.0009765625f, 1.f);
+        logits[((size_t)layer * T + t) * E + e] = logit;
+    }
+    if (last_of(arrived, T * L) && moves && threadIdx.x == 0) *at = (first + T) % n;
 }
 
 // Copies n blocks of 16 bytes, four loads of a thread on their way at a time.

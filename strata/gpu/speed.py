@@ -1,24 +1,27 @@
-"""Kernels that only measurements launch: routing from a table instead of from logits, and a copy at full speed."""
+"""Kernels that only measurements launch: logits of a table's experts instead of a model's, and a copy at full speed."""
 
 from __future__ import annotations
 
 from strata.base.errors import need
-from strata.gpu.launch import Launch, Source, f32, i32, i64, launch, pointer
+from strata.gpu.launch import Launch, Source, i32, i64, launch, pointer
+from strata.gpu.router import MOST_EXPERTS
 
-SOURCE = Source("speed.cu", ("replay_ids", "copy_blocks"))
+SOURCE = Source("speed.cu", ("replay_logits", "copy_blocks"))
 
 
-def replay_ids(
-    table: int, at: int, n: int, L: int, layer: int, T: int, K: int, ids: int, weights: int
+def replay_logits(
+    table: int, at: int, n: int, L: int, T: int, K: int, E: int, logits: int, arrived: int, moves: bool = True
 ) -> list[Launch]:
-    """ids (T, K) int32 and equal weights (T, K) float32 of a layer, from table (n, L, K) int32. Addresses.
+    """logits (L, T, E) float32 from which a router chooses the ids of table (n, L, K) int32, in its order and with
+    nearly equal weights. Addresses.
 
-    at  uint64: the table's row for row 0 of the window; the last layer of the window moves it on by T, modulo n
+    at       uint64: the table's row for row 0 of the window; moves: afterwards it is T further, modulo n
+    arrived  uint32, zero and zero again afterwards
     """
-    need(0 <= layer < L and n > 0, "layer of replayed routing", found=layer, needed=f"0 .. {L - 1}")
-    args = (pointer(table), pointer(at), i32(n), i32(L), i32(layer), i32(T), i32(K), f32(1 / K), pointer(ids),
-            pointer(weights))  # fmt: skip
-    return [launch(SOURCE, "replay_ids", 1, 256, *args)]
+    need(1 <= K <= min(E, MOST_EXPERTS) and n > 0, "replayed experts of a row", found=K,
+         needed=f"1..{min(E, MOST_EXPERTS)}")  # fmt: skip
+    args = (pointer(table), pointer(at), i32(moves), i32(n), i32(K), i32(E), pointer(logits), pointer(arrived))
+    return [launch(SOURCE, "replay_logits", (T, L), 256, *args)]
 
 
 def copy_blocks(source: int, target: int, n_bytes: int) -> list[Launch]:

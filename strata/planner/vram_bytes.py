@@ -89,6 +89,8 @@ def _of_op(
         yield from _of_experts(op, T, format_of, experts, form)
     elif op.kind == "gdn_heads" and not k["advance"]:
         yield "gdn.arrived", 4 * -(-k["Hv"] * k["dv"] // 256)
+    elif op.kind == "router":
+        yield "router.arrived", 4
     elif op.kind == "ngram_mix":
         yield "ngram.gates", 4 * T * k["C"]
 
@@ -109,6 +111,9 @@ def _of_experts(
         held, link = form
         sides = [*sides[0 if held else 1 :], *([("linked", *sides[0][1:])] if link else [])]
         yield "sums", 8 * T * k["D"]
+    else:
+        yield "terms", 8 * k["D"]
+        yield "arrived", 4 * -(-k["D"] // 8)
     for name, n, width, formats in sides:
         gate, up, down = formats
         yield f"{name}.out", 4 * n * k["D"]

@@ -33,7 +33,7 @@ REPLAYED_TOKENS = 1024
 DISTINCT_PIECES = 8
 """Of every tensor of experts of a made model: 64 MiB drawn, then repeated, so that a model is ready in seconds."""
 
-OF_A_MADE_MODEL = ("layers", "experts", "n_experts", "vocabulary", "threads")
+OF_A_MADE_MODEL = ("layers", "experts", "n_experts", "dense", "vocabulary", "threads")
 """Parameters that a file has no use for."""
 
 
@@ -52,6 +52,9 @@ def command(
     layers: Annotated[int, typer.Option(help="Layers of the made model; the real one has 48.")] = 12,
     experts: Annotated[str, typer.Option(help="Types of its routed experts: GATE_UP/DOWN.")] = "Q4_K/IQ4_NL",
     n_experts: Annotated[int, typer.Option("--n-experts", help="Its routed experts a layer.")] = 512,
+    dense: Annotated[
+        str, typer.Option(help="Type of its layers' dense matrices; default: the mix of the Q2_0 release.")
+    ] = "",
     vocabulary: Annotated[int, typer.Option(help="Tokens of its vocabulary.")] = 248_320,
     threads: Annotated[int | None, typer.Option(help="Threads that make it; default: one per core.")] = None,
     routing: Annotated[str, typer.Option(help="Experts asked for: replay (skewed, local) or uniform.")] = "replay",
@@ -109,7 +112,7 @@ def command(
          advice="Give --context.")  # fmt: skip
     other = card_by_name(card)
     spec = SynthSpec.of_types(experts, layers=layers, experts=n_experts, vocabulary=vocabulary, seed=seed,
-                              distinct_pieces=DISTINCT_PIECES)  # fmt: skip
+                              distinct_pieces=DISTINCT_PIECES, dense=dense)  # fmt: skip
     if model is not None:
         model = find_model(model)
     elif routing == "replay":

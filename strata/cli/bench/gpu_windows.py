@@ -10,12 +10,14 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from strata import gpu_speed
 from strata.base.errors import BadArgument
-from strata.gpu import early_launch, gemv, hc_ops, ops, qsa_append
+from strata.base.geometry import WINDOW_ROWS
+from strata.gpu import early_launch, experts_op, gemv, hc_ops, ops, qsa_append, route
 from strata.gpu.backend import GpuBackend
 from strata.gpu_speed import Effort, replayed, window_us
 
@@ -26,14 +28,27 @@ PLACES = {
     "tensor": (gemv, "MMA_FROM"),
     "shared out": (gemv, "MMA_SPLIT_FROM"),
     "scores": (qsa_append, "SCORED_ROWS"),
+    "rings": (gemv, "RING_ROWS"),
+    "combine": (experts_op, "COMBINED_ROWS"),
+    "router": (route, "ROUTED_ROWS"),
+    "short": (gemv, "SHORT_COLUMNS"),
+    "pairs of one": (gemv, "SHORT_PAIRS_OF_ONE"),
+    "pairs": (gemv, "SHORT_PAIRS"),
 }
 """Constants of the lowering that choices set."""
-CHOICES: dict[str, dict[str, int]] = {
+CHOICES: dict[str, dict[str, Any]] = {
     "as it is": {},
     "norms alone": {"norm": 0},
     "norms in products, all rows": {"norm": 8},
     "products in branches": {"mixed": 0},
+    "products apart without rings": {"mixed": 0, "rings": 65536},
     "scores of blocks apart": {"scores": 0},
+    "combine apart": {"combine": 0},
+    "router apart": {"router": ()},
+    "router in its product, all rows": {"router": tuple(range(1, WINDOW_ROWS + 1))},
+    "short rows: never": {"short": 0},
+    "short rows: half a block": {"pairs of one": 4, "pairs": 8},
+    "short rows: a block and a half": {"pairs of one": 12, "pairs": 24},
     "tensor cores: nowhere": {"tensor": 99, "shared out": 99},
     "tensor cores: experts from 2 rows": {"tensor": 2},
     "tensor cores: no experts": {"tensor": 99},
@@ -101,7 +116,7 @@ def compare(
     table: np.ndarray,
     rows: Sequence[int],
     position: int,
-    choices: dict[str, dict[str, int]],
+    choices: dict[str, dict[str, Any]],
     *,
     effort: Effort | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,

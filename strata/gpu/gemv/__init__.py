@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from strata.base.arithmetic import COMBINE_TERMS
 from strata.base.errors import need
 from strata.gpu.activations import Activations
 from strata.gpu.gemv.huge import HUGE, HUGE_COLUMNS, HUGE_ROWS, huge
@@ -17,7 +18,8 @@ from strata.gpu.launch import Launch, Source, i32, i64, launch, pointer
 from strata.gpu.relayout import LAYOUTS, ROWS, relayout, relayout_bytes, restore
 from strata.pack.formats import BlockFormat
 
-__all__ = ["COLUMNS", "Hidden", "Place", "gemv", "product", "relayout", "relayout_bytes", "restore", "source_of"]
+__all__ = ["COLUMNS", "Combine", "Hidden", "Place", "combines", "gemv", "product", "relayout", "relayout_bytes",
+           "restore", "source_of"]  # fmt: skip
 
 COLUMNS = (1, 4)
 """Most columns of the two instances of a kernel; weights are read once for that many."""
@@ -29,6 +31,7 @@ MOST_COLUMN_BYTES = 16 << 10
 BLOCKS_WANTED = 1024
 """Small matrices are cut into smaller blocks, down to one warp, until there are that many: processors end together."""
 NOWHERE = np.uint64(0)
+NO_SUMS = (pointer(0),) * 5
 
 
 SPLIT = ("Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "IQ4_XS", "Q2_0")
@@ -54,10 +57,18 @@ SPLIT_COLUMNS, SPLIT_STEPS = 4, 8
 """Most columns of it, and steps of a row that a round holds."""
 SPLIT_FEW_ROWS, SPLIT_WARPS = 2048, 5
 """More rows than that are blocks of at most so many warps: three have room on a processor instead of two."""
+SHORT_ROWS = {"IQ4_NL": 640}
+"""Values of a row whose down products of experts have a kernel of their own."""
+SHORT_COLUMNS = 4
+"""Most columns at once for which it is taken; 0: never."""
+SHORT_PAIRS_OF_ONE, SHORT_PAIRS = 4, 8
+"""Times eight rows that a block of it takes, for one column (at most 16) and for more. Fewer blocks start sooner."""
 SPREAD_MOST_ROWS = 6144
 """Up to here one column is faster with row blocks of their own and all terms of a row kept."""
 SPREAD_WARPS, SPREAD_BYTES = 4, 31 << 10
 """Warps of a block of it, and most bytes of terms of a round. With the column they fit into 48 KiB."""
+RING_ROWS, RING_FORMATS = 8192, ("Q8_0",)
+"""One column of a lone matrix of so many rows, in a format of many bytes, is fastest by way of rings (huge.py)."""
 
 
 def _source(file: str, *formats: str) -> Source:
@@ -74,6 +85,9 @@ K_QUANTS = _source("k", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 IQ4_XS = _source("iq4_xs", "IQ4_XS")
 MMA = Source("gemv/mma_rows.cu", ("mma_rows<Q4_K>", "mma_rows<IQ4_NL>"))
 MMA_SPLIT = Source("gemv/mma_split.cu", ("mma_split<Q4_K>",))
+SHORT = Source(
+    "gemv/short_rows.cu", tuple(f"short_rows<{f}, {K}, {M}>" for f, K in SHORT_ROWS.items() for M in COLUMNS)
+)
 GRIDS = _source("grids", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M")
 
 _SOURCES = {
@@ -116,7 +130,7 @@ class Entries:
     decisions  uint8 (n,) or 0 for all: an entry counts if bit decisions[i] of `take` is set; others get zeros
     jobs       instead of decisions: int32, how many jobs there are, then for each the first entry of an expert, and how
                many entries of it to pass over << 16. Up to `columns_of` entries a job; others are left as they are
-    most_jobs  there are at most so many
+    most_jobs  there are at most so many; the list has room for them, whatever stands there
     """
 
     ids: int
@@ -168,6 +182,39 @@ class Hidden:
     experts: int = 0
 
 
+@dataclass(frozen=True)
+class Combine:
+    """What the down product of routed experts makes of its outputs in a window of one row, where its y (rows,) is the
+    op's result. Addresses.
+
+    sums     int64 (rows,): zeros that are zeros again afterwards
+    arrived  uint32, one for eight rows, the same
+    weights  float32, one for each entry
+    shared   float32 (rows,), outputs of the shared expert, which are there before
+    gate     float32, of the shared expert
+    factors  float32 by expert on the outputs, or 0
+    """
+
+    sums: int
+    arrived: int
+    weights: int
+    shared: int
+    gate: int
+    error: int
+    where: np.uint64
+    factors: int = 0
+
+
+def combine_bytes(rows: int) -> tuple[int, int]:
+    """Bytes of the sums and the counters of a `Combine`."""
+    return 8 * rows, 4 * -(-rows // 8)
+
+
+def combines(format: BlockFormat, T: int, K: int) -> bool:
+    """Whether the down product of routed experts in a window of T rows, K values long, can `Combine`."""
+    return format.group > 0 and T == 1 and brings_column(K)
+
+
 def _warps(rows: int, source: Source) -> int:
     """Warps of a block for `rows` rows of all matrices; a warp takes eight. Grid formats fill a table first: not too
     small."""
@@ -188,11 +235,13 @@ def product(
     *,
     entries: Entries | None = None,
     hidden: Hidden | None = None,
+    combine: Combine | None = None,
 ) -> list[Launch]:
     """y (x.T or entries, rows) float32 with y_stride values from row to row = matrices (rows, x.K) times rows of x.
 
     With `entries`, matrices are those of their experts and x has a row for each entry or for each row of the window.
-    With `hidden` nothing is written to y: matrices are gate, and silu(gate x) (up x) goes into hidden.h.
+    With `hidden` nothing is written to y: matrices are gate, and silu(gate x) (up x) goes into hidden.h. With `combine`
+    y (rows,) is the sum over all experts, the shared one among them.
     """
     source = source_of(format)
     need(x.group == format.group, f"activations of a product with {format.name}", found=x.group, needed=format.group)
@@ -208,6 +257,11 @@ def product(
     across = groups if not entries else entries.most_jobs if entries.jobs else n * groups
     h = hidden.h if hidden else None
     by_mma = T >= MMA_FROM and x.K <= MMA_MOST and x.K % MMA_UNITS.get(format.name, x.K + 1) == 0
+    if combine is not None:
+        fits = entries is not None and not (entries.decisions or entries.jobs or hidden or y_stride)
+        need(fits and combines(format, T, x.K), "a product that combines", found=(format.name, x.K, entries),
+             needed="all entries of one row, which comes into shared memory")  # fmt: skip
+        need(n + 1 <= COMBINE_TERMS, "terms of one sum", found=n + 1, needed=f"at most {COMBINE_TERMS}")
     if h is not None:
         need(h.group == 32 and (h.T, h.K) == (n, rows) and rows % 32 == 0, "rows of gate and up together",
              found=(h.T, h.K, h.group), needed=(n, rows, 32))  # fmt: skip
@@ -219,6 +273,7 @@ def product(
         if M == 1:  # the warps of a block share the work of bringing the column
             warps = 8 if not entries and rows >= WIDE_BLOCKS_ROWS else 4
         tiles = -(-rows // (8 * warps))
+    ends = hidden or combine
     args = (
         pointer(matrices.address), pointer(hidden.up.address if hidden else 0), pointer(matrices.table),
         i32(matrices.part), i64(matrices.stride), pointer(entries.ids if entries else 0),
@@ -226,16 +281,23 @@ def product(
         pointer(entries.jobs if entries else 0), i32(n), i32(n // x.T),
         pointer(x.codes), pointer(x.scales), pointer(x.sums), pointer(y), i64(y_stride or rows), i32(rows), i32(x.K),
         pointer(h.codes if h else 0), pointer(h.scales if h else 0), pointer(h.sums if h else 0),
-        pointer(hidden.factors if hidden else 0), i32(hidden.experts if hidden else 0),
-        pointer(hidden.error if hidden else 0), hidden.where if hidden else NOWHERE,
+        pointer(ends.factors if ends else 0), i32(hidden.experts if hidden else 0),
+        pointer(ends.error if ends else 0), ends.where if ends else NOWHERE,
     )  # fmt: skip
     if by_mma:
         units = MMA_TILES if entries and not hidden else 1
         grid = (across, rows // 32 if hidden else -(-rows // (64 * units)))
         return [launch(MMA, f"mma_rows<{format.name}>", grid, 128, *args, i32(units), shared_bytes=mma_bytes(x.K))]
+    c = combine
+    sums = tuple(map(pointer, (c.sums, c.arrived, c.weights, c.shared, c.gate))) if c else NO_SUMS
+    short = entries is not None and hidden is None and SHORT_ROWS.get(format.name) == x.K and n == x.T
+    if short and M <= SHORT_COLUMNS and rows % 8 == 0:
+        per = SHORT_PAIRS_OF_ONE if M == 1 else SHORT_PAIRS
+        return [launch(SHORT, f"short_rows<{format.name}, {x.K}, {M}>", (across, -(-rows // (8 * per))), 128, *args,
+                       *sums, i32(per))]  # fmt: skip
     # Only where a block may meet a lone column: blocks that ask for less are more, and leave more to L1.
     lone = brings_column(x.K) and (M == 1 or (source is not GRIDS and (entries is not None or T % M == 1)))
-    return [launch(source, f"product<{format.name}, {M}>", (across, tiles), 32 * warps, *args,
+    return [launch(source, f"product<{format.name}, {M}>", (across, tiles), 32 * warps, *args, *sums,
                    shared_bytes=column_bytes(x.K, x.group) if lone else 0)]  # fmt: skip
 
 
@@ -281,7 +343,8 @@ def gemv(
     if form is None:
         form = "split" if rows <= SPLIT_MOST_ROWS and chunks >= 4 and x.T <= COLUMNS[-1] else "product"
         form = "spread" if form == "split" and x.T == 1 and brings_column(x.K) and rows <= SPREAD_MOST_ROWS else form
-        form = "huge" if format.name in HUGE and rows >= HUGE_ROWS and x.K <= HUGE_COLUMNS else form
+        least = min(RING_ROWS, HUGE_ROWS) if x.T == 1 and format.name in RING_FORMATS else HUGE_ROWS
+        form = "huge" if format.name in HUGE and rows >= least and x.K <= HUGE_COLUMNS else form
     if form == "product":
         return product(format, Place(weights), rows, x, y, y_stride)
     need(x.group == format.group, f"activations of a product with {format.name}", found=x.group, needed=format.group)

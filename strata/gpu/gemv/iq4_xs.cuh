@@ -48,3 +48,8 @@ struct IQ4_XS {
         v[1] = fma32(i32_f32(second), c, v[1]);
     }
 };
+
+template <>
+struct Rotates<IQ4_XS> {
+    static const int DEPTH = 2;
+};

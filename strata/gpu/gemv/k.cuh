@@ -127,7 +127,7 @@ struct Q4_K : Scaled<Pairs, true, -1> {
 
 template <>
 struct Rotates<Q4_K> {
-    static const bool VALUE = true;
+    static const int DEPTH = 3;
 };
 
 // Fifth bits: byte k of a thread's word belongs to byte k of its codes, bit 4j + i to lane 2q + j and group i.
@@ -146,6 +146,11 @@ struct Q5_K : Scaled<Pairs, true, -1> {
         six_bit_scales(raw.c, q, s);
         return s;
     }
+};
+
+template <>
+struct Rotates<Q5_K> {
+    static const int DEPTH = 2;
 };
 
 // Scales and minima are nibbles of 16 bits each, in the order of the groups and of the sums they meet. One super-block
@@ -208,4 +213,14 @@ struct Q6_K : Scaled<Strides, false, 0> {
         s.d = half_of(raw.e, e);
         return s;
     }
+};
+
+template <>
+struct Rotates<Q6_K> {
+    static const int DEPTH = 1;
+};
+
+template <>
+struct Rotates<Q2_K> {
+    static const int DEPTH = 2;
 };

@@ -1,6 +1,7 @@
 // The kernel that every format is compiled for: a product with a dense matrix or with those of experts, or gate and up
 // of an expert with all that follows until the down product. M, 1 or 4, is the most columns at once.
 #pragma once
+#include "combine.cuh"
 #include "gemv/core.cuh"
 #include "quantise.cuh"
 
@@ -28,10 +29,11 @@ struct Group {
         int batches = M == 1 || jobs ? 1 : gridDim.x / entries, entry = blockIdx.x / batches, lane = threadIdx.x & 31;
         int from = blockIdx.x % batches * M;
         if (jobs) {
-            if (entry >= jobs[0]) return {0, 0, 0};
-            entry = jobs[1 + blockIdx.x];
-            from = entry >> 16;
-            entry &= 0xffff;
+            // Asked for together, also what is no job: there are most_jobs words.
+            u32 n = load_volatile(jobs), job = load_volatile(jobs + 1 + blockIdx.x);
+            if (blockIdx.x >= n) return {0, 0, 0};
+            from = job >> 16;
+            entry = job & 0xffff;
         }
         Group g = {0, entry, ids[entry]};
         bool mine = taken(decisions, take, entry);
@@ -88,7 +90,7 @@ DEVICE Columns<T> columns_of(const Quantised &x, const int (&entry)[T], int shar
 template <class F, int T, int M>
 struct Depth {
     static const int BYTES = sizeof(typename F::Raw);
-    static const int MANY = F::Raw::LOADED > 40 ? 1 : Rotates<F>::VALUE ? 3 : 2;
+    static const int MANY = Rotates<F>::DEPTH ? Rotates<F>::DEPTH : F::Raw::LOADED > 40 ? 1 : 2;
     static const int VALUE = M == 1 ? MANY : T == 1 ? (BYTES > 24 ? 1 : 2) : BYTES > 24 || F::ENTRIES > 1024 ? 0 : 1;
 };
 
@@ -133,9 +135,10 @@ DEVICE void finish_hidden(float a, float b, bool mine, int row, int column, cons
 // Whether a lone column of K values is brought near (gemv/__init__.py has the same).
 DEVICE bool brings_column(int K) { return K % 64 == 0 && K + K / 4 + K / 8 <= 16 << 10; }
 
-template <class F, int T, int M>
-DEVICE void rows_of_block(const u8 *weights, bool dense, Group &g, const Quantised &x, int share,
-                          const u32 *table, float *y, i64 y_stride, int rows, int K, const Hidden &h, float (*columns)[32], u8 *area) {
+// put(entry, row, output): where outputs go that no gate and up take.
+template <class F, int T, int M, class P>
+DEVICE void rows_of_block(const u8 *weights, Group &g, const Quantised &x, int share, const u32 *table, int rows, int K,
+                          const Hidden &h, float (*columns)[32], u8 *area, P put) {
     int lane = threadIdx.x & 31, q = lane & 7, warp = blockIdx.y * (blockDim.x >> 5) + (threadIdx.x >> 5);
     int first = h.codes ? warp : 2 * warp, last = (rows - 1) >> 2;
     int entry[T];
@@ -146,11 +149,6 @@ DEVICE void rows_of_block(const u8 *weights, bool dense, Group &g, const Quantis
     // With one column, warps behind the last row do its work again: all bring the column into shared memory.
     const u8 *block[2] = {row_block(weights, M == 1 ? min(first, last) : first),
                           h.codes ? row_block(h.up, first) : row_block(weights, min(first + 1, last))};
-    auto ahead = [&](int asked) {
-        if (dense && (M == 1 || F::ENTRIES == 0) && asked < (int)bytes)
-#pragma unroll
-            for (int r = 0; r < 2; r++) bring_early(block[r] + asked, bytes - asked, lane, 32);
-    };
     auto inputs = [&]() {
         Columns<T> c = columns_of(x, entry, share, K);
         if constexpr (M == 1) {
@@ -159,7 +157,7 @@ DEVICE void rows_of_block(const u8 *weights, bool dense, Group &g, const Quantis
         }
         return c;
     };
-    float out = multiply_by<F, 2, T, Depth<F, T, M>::VALUE>(block, K, ahead, inputs, table);
+    float out = multiply_by<F, 2, T, Depth<F, T, M>::VALUE>(block, K, inputs, table);
     again.have = opaque(again.have);  // found again rather than kept: registers are what limits four columns
     int n = again.next<T>(entry);
     Own<2, T> own(q);
@@ -170,7 +168,7 @@ DEVICE void rows_of_block(const u8 *weights, bool dense, Group &g, const Quantis
         return;
     }
     int row = 4 * (first + own.r) + (lane >> 3);
-    if (own.first && own.t < n && row < rows) y[entry_of(own.t, entry) * y_stride + row] = out;
+    if (own.first && own.t < n && row < rows) put(entry_of(own.t, entry), row, out);
 }
 
 // Where the matrix of a block's expert lies, by words that may still change; null if it has none.
@@ -179,8 +177,9 @@ DEVICE const u8 *likely_matrix(const u8 *weights, i64 stride, const u64 *address
     if (!CAN_START_EARLY) return nullptr;
     int entry = blockIdx.x;
     if (jobs) {
-        if (entry >= peek(jobs)) return nullptr;
-        entry = peek(jobs + 1 + entry) & 0xffff;
+        int n = peek(jobs), job = peek(jobs + 1 + entry);
+        if (entry >= n) return nullptr;
+        entry = job & 0xffff;
     }
     int e = peek(ids + entry);
     if (!addresses) return weights + e * stride;
@@ -189,17 +188,16 @@ DEVICE const u8 *likely_matrix(const u8 *weights, i64 stride, const u64 *address
 }
 
 // y[entry][row] = matrix times x; a warp takes eight rows. Or, with h_codes, gate (the matrix) and up, SwiGLU and the
-// quantiser; a block of 256 threads takes 32 rows.
+// quantiser; a block of 256 threads takes 32 rows. Or, with c_sums and M 1, the result of all experts: see Combine.
 //
 // Dense: grid (column groups, row tiles). Experts: columns entries, grid (columns * column groups or jobs, row tiles); the
 // matrices of expert e lie at addresses[3 e + part] (up one further), or `stride` bytes apart. x has a row for `share`
 // entries.
 template <class F, int M>
-STARTS_EARLY __global__ void __launch_bounds__(256, M == 1 && F::VALUES == 32 && F::MINIMUM == 0 && F::Raw::LOADED <= 20 ? 3 : 2)
-product(const u8 *weights, const u8 *up, const u64 *addresses, int part, i64 stride, const int *ids,
-        const u8 *decisions, int take, const int *jobs, int columns, int share, const i8 *codes, const float *scales, const int *sums,
-        float *y, i64 y_stride, int rows, int K, i8 *h_codes, float *h_scales, int *h_sums, const float *factors,
-        int experts, u64 *error, u64 where) {
+DEVICE void block_of_product(const u8 *weights, const u8 *up, const u64 *addresses, int part, i64 stride, const int *ids,
+                             const u8 *decisions, int take, const int *jobs, int columns, int share, const Quantised &x,
+                             float *y, i64 y_stride, int rows, int K, Hidden h, const Combine &c) {
+    const i8 *h_codes = h.codes;
     __shared__ uint4 space[F::TABLE / 4 + !F::TABLE];
     __shared__ float hidden[M][32];
     DYNAMIC_SHARED(area);  // a lone column
@@ -246,12 +244,31 @@ product(const u8 *weights, const u8 *up, const u64 *addresses, int part, i64 str
         if (LATE) wait_for_inputs();
         return;
     }
-    Quantised x = {codes, scales, sums};
-    Hidden h = {up, h_codes, h_scales, h_sums, factors, experts, error, where};
+    h.up = up;
+    auto put = [&](int entry, int row, float out) {
+        if (M == 1 && c.sums) c.add(entry, c.factors ? ids[entry] : 0, row, out);  // found again: registers
+        else y[entry * y_stride + row] = out;
+    };
     if (alone)
-        rows_of_block<F, 1, NEAR ? 1 : M>(weights, !ids, g, x, share, table, y, y_stride, rows, K, h, hidden, area);
+        rows_of_block<F, 1, NEAR ? 1 : M>(weights, g, x, share, table, rows, K, h, hidden, area, put);
     else if (n <= 2)
-        rows_of_block<F, M == 1 ? 1 : 2, M>(weights, !ids, g, x, share, table, y, y_stride, rows, K, h, hidden, area);
+        rows_of_block<F, M == 1 ? 1 : 2, M>(weights, g, x, share, table, rows, K, h, hidden, area, put);
     else
-        rows_of_block<F, M, M>(weights, !ids, g, x, share, table, y, y_stride, rows, K, h, hidden, area);
+        rows_of_block<F, M, M>(weights, g, x, share, table, rows, K, h, hidden, area, put);
+}
+
+template <class F, int M>
+STARTS_EARLY __global__ void __launch_bounds__(256, M == 1 && F::VALUES == 32 && F::MINIMUM == 0 && F::Raw::LOADED <= 20 && F::Raw::BLOCKS > 2 ? 3 : 2)
+product(const u8 *weights, const u8 *up, const u64 *addresses, int part, i64 stride, const int *ids,
+        const u8 *decisions, int take, const int *jobs, int columns, int share, const i8 *codes, const float *scales, const int *sums,
+        float *y, i64 y_stride, int rows, int K, i8 *h_codes, float *h_scales, int *h_sums, const float *factors,
+        int experts, u64 *error, u64 where, u64 *c_sums, u32 *arrived, const float *c_weights, const float *shared,
+        const float *gate) {
+    Combine c = {c_sums, c_weights, factors, shared, gate, y, error, where};
+    block_of_product<F, M>(weights, up, addresses, part, stride, ids, decisions, take, jobs, columns, share,
+                           {codes, scales, sums}, y, y_stride, rows, K,
+                           {up, h_codes, h_scales, h_sums, factors, experts, error, where}, c);
+    // Blocks with nothing to do come here too.
+    int tile = blockDim.x >> 2, first = blockIdx.y * tile;
+    if (M == 1 && c.sums) c.finish(arrived + blockIdx.y, gridDim.x, first, min(first + tile, rows));
 }

@@ -45,11 +45,6 @@ DEVICE void quantised_unit(const Part &p, const Quantised &x, int from, int n, i
 #pragma unroll
     for (int t = 0; t < T; t++) columns.row[t] = (u32)(from + (t < n ? t : n - 1)) * (u32)K;
     if (M > 1) bring_early(block[0], (block[1] > block[0] ? 2 : 1) * (u32)bytes, lane, 32);  // registers are short
-    auto ahead = [&](int asked) {
-        if (M == 1 && asked < (int)bytes)
-#pragma unroll
-            for (int r = 0; r < 2; r++) bring_early(block[r] + asked, (u32)bytes - asked, lane, 32);
-    };
     auto inputs = [&]() {
         if constexpr (M > 1) return columns;
         else {
@@ -58,7 +53,7 @@ DEVICE void quantised_unit(const Part &p, const Quantised &x, int from, int n, i
             return near;
         }
     };
-    float out = multiply_by<F, 2, T, Depth<F, T, M>::VALUE>(block, K, ahead, inputs, nullptr);
+    float out = multiply_by<F, 2, T, Depth<F, T, M>::VALUE>(block, K, inputs, nullptr);
     Own<2, T> own(q);
     int row = 4 * (2 * p.unit + own.r) + (lane >> 3);
     if (own.first && own.t < n && row < p.rows) p.y[(size_t)(from + own.t) * p.rows + row] = out;

@@ -34,3 +34,8 @@ struct Q2_0 : Runs<64, 32, 0, 0> {
         for (int j = 0; j < 2; j++) v[j] = fma32(whole(run(s.w + 4 * j, x.w[j], WHOLE - x.sum[j])), c, v[j]);
     }
 };
+
+template <>
+struct Rotates<Q2_0> {
+    static const int DEPTH = 2;
+};

@@ -29,3 +29,8 @@ struct Q8_0 {
         v[1] = fma32(whole(dot4(s.w[1], x.w.y, WHOLE)), c, v[1]);
     }
 };
+
+template <>
+struct Rotates<Q8_0> {
+    static const int DEPTH = 4;
+};

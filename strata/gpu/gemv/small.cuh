@@ -19,11 +19,11 @@ struct Halves {
     };
     template <int T>
     DEVICE static X read(const Columns<T> &x, int t, u32 first, int q) {
-        u32 block = x.row[t] + first + 32 * (q >> 1);
-        const i8 *codes = x.codes + block + 8 * (q & 1);
-        X v = {codes8(codes), codes8(codes + 16), x.scales[block >> 5], 0};
+        u32 step = x.row[t] + first, block = step / 32 + (q >> 1);
+        const i8 *codes = x.codes + step + 32 * (q >> 1) + 8 * (q & 1);
+        X v = {codes8(codes), codes8(codes + 16), x.scales[block], 0};
         if constexpr (MINIMUM != 0) {
-            int2 s = *(const int2 *)(x.sums + (block >> 4));
+            int2 s = *(const int2 *)(x.sums + 2 * block);
             v.sum = s.x + s.y;
         }
         return v;

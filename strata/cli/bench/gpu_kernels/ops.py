@@ -13,6 +13,7 @@ from strata.gpu.activations import Activations, quantise
 from strata.gpu.experts_ends import combine, swiglu
 from strata.gpu.float_gemv import FloatMatrix, float_gemv
 from strata.gpu.launch import Launch
+from strata.gpu.route import Choice, route
 
 D, C, RANK, V, F, K, E = 2560, 4, 320, 248_320, 640, 10, 512
 HK, HV, DK, TAPS = 16, 48, 128, 4
@@ -44,6 +45,28 @@ def float_products(t: Timer, T: int) -> None:
             return float_gemv(x, T, columns, [FloatMatrix("BF16", w, n, out) for w, n, out in places])
 
         over(t, f"{name} BF16 T={T}", make, 2 * sum(rows) * columns, copies)
+    choices_of_experts(t, T)
+
+
+def choices_of_experts(t: Timer, T: int) -> None:
+    """The product of logits and the router behind it, as two kernels and as one. They choose from other logits: the
+    weights are zeros."""
+    x, logits, ids, error = t.floats(T * D), t.floats(T * E), t.device.alloc(4 * T * K), t.words(2**64 - 1)
+    weights, ys, arrived = t.device.alloc(4 * T * K), [t.device.alloc(4 * T * n) for n in (E, 1)], t.words(0)
+    places = [[t.device.alloc(2 * n * D) for n in (E, 1)] for _ in range(60)]
+
+    def matrices(i: int) -> list[FloatMatrix]:
+        return [FloatMatrix("BF16", w, n, y) for w, n, y in zip(places[i], (E, 1), ys, strict=True)]
+
+    def apart(i: int) -> list[Launch]:
+        return [*float_gemv(x, T, D, matrices(i)), *router.router(logits, ids, weights, T, E, K, 1.0, error, WHERE)]
+
+    def together(i: int) -> list[Launch]:
+        return route(x, T, D, matrices(i), Choice(logits, ids, weights, K, 1.0, arrived), error, WHERE)
+
+    n_bytes = 2 * (E + 1) * D
+    over(t, f"logits, then router BF16 T={T}", apart, n_bytes, len(places))
+    over(t, f"logits with router BF16 T={T}", together, n_bytes, len(places))
 
 
 def small_ops(t: Timer, T: int) -> None:
@@ -139,6 +162,7 @@ def attention(t: Timer, T: int, cells: int) -> None:
         name = attend(0)[0].kernel
         over(t, f"{name} {form} at {cells} T={T}", lambda i: attend(i)[:1], cell_bytes, CELL_COPIES)
         over(t, f"qsa_merge {form} at {cells} T={T}", lambda i: attend(i)[1:], 4 * T * H * 33 * DH, 1)
+        over(t, f"tiles and merge {form} at {cells} T={T}", lambda i: attend(i), cell_bytes, CELL_COPIES)
         over(t, f"scores to merge {form} at {cells} T={T}", lambda i: [*select(i), *attend(i)], key_bytes + cell_bytes,
                CELL_COPIES)  # fmt: skip
 
