@@ -97,8 +97,8 @@ def load(
     profile      file of a ranking of experts (`strata profile`), or an ExpertProfile: the first are held by the GPU;
                  on the CPU it is checked, and has no use
     ngram        how rows of the n-gram table are read: "mapped": through the page cache; "direct": past it, while the
-                 window already runs; "auto": mapped where free RAM holds the whole table, else direct if the file
-                 system can
+                 window already runs; "auto": mapped where free RAM holds the whole table, or where
+                 nothing else fits; else direct if the file system can
     on_progress  called with `strata.LoadProgress` records (what, done, total, name) while kernels are compiled and
                  tested and weights are uploaded; what it raises ends the load
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from strata.base.errors import BadArgument, need
-from strata.base.numbers import one_of, shown, truth_value, whole_number
+from strata.base.numbers import not_unicode, one_of, shown, truth_value, whole_number
 from strata.runtime.sampling import SamplingParams
 
 ALIASES = {"max_new_tokens": "max_tokens", "repeat_penalty": "repetition_penalty"}
@@ -74,6 +74,9 @@ def generate_options(options: Mapping[str, Any], vocab: int, where: str = "gener
     for text in strings:
         need(isinstance(text, str) and text != "", "stop holds something else than strings", found=shown(text),
              needed="one non-empty string or several")  # fmt: skip
+        wrong = not_unicode(text)
+        need(wrong is None, "a stop string is not valid Unicode and could never match", found=wrong,
+             needed="text that UTF-8 can hold")  # fmt: skip
     ignore_eos, wait, drafts = truth("ignore_eos", ignore_eos), truth("wait", wait), truth("drafts", drafts)
     if named.get("logit_bias") is None:
         named.pop("logit_bias", None)

@@ -93,6 +93,14 @@ def tiny_path() -> Path:
 
 
 @pytest.fixture(scope="session")
+def kernels_kept(tiny_path: Path) -> None:
+    """Kernels of the bundled model lie on disk: commands have nothing to say about compiling them."""
+    import strata
+
+    strata.load(tiny_path, context=512, threads=1).close()
+
+
+@pytest.fixture(scope="session")
 def mtp_path() -> Path:
     """Draft layer of the bundled model."""
     return TINY / "mtp.safetensors"

@@ -91,6 +91,7 @@ class Told:
     """
 
     probe_ms = total_ms = draft_ms = asking_ms = 0.0
+    probing = False
 
     def __init__(self, lengths: Callable[[], int] = lambda: MAX_DRAFTS, lookup: float = 0.0, chain: bool = False,
                  seed: int = 0):  # fmt: skip

@@ -18,6 +18,7 @@ from strata.measure import KINDS, PROMPT_TOKENS, Clock, DraftingSpeed, Speed, jo
 from strata.runtime import generate
 from tests.drafters import Told
 
+pytestmark = pytest.mark.usefixtures("kernels_kept")
 RUNNER = CliRunner()
 TEXT = files("strata.cli.bench").joinpath("prompt.txt").read_text(encoding="utf-8")
 

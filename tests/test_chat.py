@@ -183,6 +183,11 @@ def call(**function):
             [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]}],
             "messages[0].content[1].type is not supported; found 'image_url'; needed 'text'",
         ),
+        (
+            [*USER, {"role": "user", "content": "a\udcff"}],
+            "messages[1].content is not valid Unicode; found lone surrogate U+DCFF at character 1",
+        ),
+        ([{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}], "[0].text is not valid Unicode"),
         ([{"role": "user", "content": [{"type": "text"}]}], "[0].text is unusable; found NoneType; needed a string"),
         (
             [{"role": "user", "content": "x", "tool_calls": [1]}],

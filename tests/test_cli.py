@@ -20,6 +20,7 @@ from strata.cli import VERBS, app, flags, locate
 from strata.cli.inspect import inspect_file
 from strata.loading import LoadOptions
 
+pytestmark = pytest.mark.usefixtures("kernels_kept")
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = "def add(a, b):"
 RUNNER = CliRunner()
@@ -151,8 +152,11 @@ def test_model_that_cannot_be_found(tmp_path: Path, monkeypatch):
         ("run", "x", "--nothing"),
         ("run", "x", "--top-k", "many"),
         ("run", "x", "--temperature", "1000"),
+        ("run", "x", "--temperature", "-1"),
+        ("chat", "-t", "-0.5"),
         ("run", "x", "--max-tokens", "0"),
         ("run", "x", "--stop", ""),
+        ("run", "x", "--stop", os.fsdecode(b"\xff")),
         ("run", "x", "--logit-bias", "5"),
         ("run", "x", "--kv", "f8"),
         ("run", "x", "--context", "0"),
@@ -307,7 +311,7 @@ def test_score_refuses_what_it_cannot_read(small, tmp_path: Path):
     for file, status, said in (
         (binary, 1, "0xff at offset 2"),
         (tmp_path / "no", 1, "cannot read"),
-        (short, 2, "too short"),
+        (short, 1, "is empty; found 0 tokens; needed >= 2"),
     ):
         done = call("score", str(file), *small)
         assert (done.exit_code, done.stdout) == (status, "")

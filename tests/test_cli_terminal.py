@@ -19,6 +19,8 @@ import strata
 from strata.cli import output
 from tests.test_cli import PROMPT, START_S, call, environment, start
 
+pytestmark = pytest.mark.usefixtures("kernels_kept")
+
 
 @pytest.fixture()
 def small(tiny_path: Path) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import strata
 from strata.arch.flash_next.geometry import read_geometry
 from strata.arch.flash_next.programs import build_programs
 from strata.base.progress import COMPILING, SELF_TEST, UPLOADING, LoadProgress, listening, report
-from strata.cli import flags
+from strata.cli import flags, output
 from strata.cpu.weights import Weights
 from strata.gpu.backend import GpuBackend
 from strata.pack.experts import expert_layout
@@ -114,9 +114,10 @@ def test_a_terminal_sees_one_line_that_changes(path, monkeypatch):
     assert lines[0] == "loading model.gguf"
     assert "loading model.gguf: compiling sampling" in lines
     assert any(re.fullmatch(r"loading model\.gguf: self-test [A-Z]\w+, \d+ of \d+", line) for line in lines)
-    assert flags.progress_text(LoadProgress(UPLOADING, 3 << 20, 5 << 30, "x")) == "uploading, 3 of 5,120 MiB"
+    assert output.progress_text(LoadProgress(UPLOADING, 3 << 20, 5 << 30, "x")) == "uploading, 3 of 5,120 MiB"
 
 
 def test_no_terminal_sees_nothing(path):
+    strata.load(path, context=CONTEXT, threads=1).close()  # a kernel that is not kept yet would be told
     done = call("run", "ab", "-n", "1", "--model", str(path), "--threads", "1")
     assert (done.exit_code, done.stderr) == (0, "")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -91,6 +92,27 @@ def test_a_truncated_download_still_plans_and_says_so(files, tmp_path):
     assert p.missing_bytes > 30e9 and "TRUNCATED" in p.table() and any("incomplete" in n for n in p.notes)
     assert [(x.line, x.n_bytes) for x in p.lines] == [(x.line, x.n_bytes) for x in whole.lines]
     assert p.file_bytes == whole.file_bytes
+    assert (p.verdict, p.complete) == (whole.verdict, False) and whole.complete and whole.missing_shards == ()
+    assert p.missing_shards == ((first.name, p.missing_bytes),)
+
+
+def test_the_verdict_on_a_truncated_download_says_so(files, app, tmp_path):
+    first = tmp_path / files["Q2_0"].name
+    first.write_bytes(files["Q2_0"].open("rb").read(11 << 20))
+    machine = ["--vram-gib", "12", "--ram-gib", "64"]
+    told = CliRunner().invoke(app, [str(first), "--context", "4096", *machine])
+    (verdict,) = [line for line in told.output.splitlines() if line.startswith("verdict")]
+    second = first.name.replace("00001-of", "00002-of")
+    text = "verdict: fits, once the file is complete: N bytes of {} are missing, N bytes of {} are missing"
+    assert told.exit_code == 0 and re.sub(r"\b\d[\d,]+ ", "N ", verdict) == text.format(first.name, second), verdict
+    values = json.loads(CliRunner().invoke(app, [str(first), "--context", "4096", *machine, "--json"]).output)
+    assert (values["verdict"], values["fits"], values["complete"]) == ("fits", True, False)
+    assert [name for name, _ in values["missing_shards"]] == [first.name, second]
+    assert sum(n_bytes for _, n_bytes in values["missing_shards"]) == values["missing_bytes"]
+    refused = CliRunner().invoke(app, [str(first), "--context", "4096", "--vram-gib", "4", "--device", "cuda"])
+    assert refused.exit_code == 1 and "verdict: does not fit; besides, the file is incomplete: " in refused.output
+    whole = json.loads(CliRunner().invoke(app, [str(files["Q2_0"]), *machine, "--json"]).output)
+    assert (whole["complete"], whole["missing_shards"]) == (True, [])
 
 
 def test_a_file_whose_tensors_break_the_contract_is_refused(tmp_path):

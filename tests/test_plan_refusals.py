@@ -13,7 +13,7 @@ from strata.base.plan import DOES_NOT_FIT, FITS, GIB, MIB, NEEDS_DISK, Plan
 from strata.planner.machine import Machine
 from strata.planner.memory import read_facts
 from strata.planner.of_load import plan_of_load
-from strata.planner.ram_room import ram_floor_bytes, ram_needed_bytes
+from strata.planner.ram_room import amount, ram_floor_bytes, ram_needed_bytes
 from tests.header_maker import FactsByRelease, make_release
 from tests.test_plan import adds_up
 
@@ -193,6 +193,51 @@ def test_more_ram_never_ends_in_a_refusal(facts, name, vram, gib, more, asked, r
     assert many.fits or not few.fits, many.shortfalls
     assert many.verdict == FITS or few.verdict != FITS
     adds_up(many)
+
+
+def disk_bytes(p: Plan) -> float:
+    return sum(d.bytes_per_token for d in p.disk if d.what == "experts")
+
+
+@settings(deadline=None, max_examples=12)
+@given(name=st.sampled_from(NAMES), vram=st.one_of(st.none(), st.floats(6.5, 10)), gib=st.floats(6, 34),
+       sessions=st.integers(2, 3))  # fmt: skip
+def test_a_remedy_after_which_experts_come_from_disk_says_so(facts, name, vram, gib, sessions):
+    machine = Machine.describe(vram_gib=vram, ram_gib=gib)
+    asked = {"context": 131_072, "sessions": sessions, "device": "cpu" if vram is None else "cuda"}
+    p = plan_of_load(facts[name], machine, **asked)
+    if p.verdict != DOES_NOT_FIT:
+        return
+    told = [" from disk a token)" in text for text in p.remedies[:-1]]
+    assert told == sorted(told), "those that cure come first"
+    for text, reads in zip(p.remedies, told, strict=False):
+        option, _, value = text.split(" (")[0].partition("=")
+        value = value.strip('"')
+        q = plan_of_load(facts[name], machine, **{**asked, option: int(value) if value.isdigit() else value})
+        assert q.fits and (q.verdict == NEEDS_DISK) == reads, (text, q.verdict)
+        if reads:
+            assert f"reads {amount(int(disk_bytes(q)))} of experts from disk a token)" in text
+
+
+def test_a_remedy_that_cures_stands_before_a_cheaper_one_that_does_not(facts):
+    """A smaller KV cache leaves too little RAM for the experts, a session less enough of it."""
+    asked = {"context": 65_536, "kv": "f16", "sessions": 2, "device": "cuda"}
+    p = plan_of_load(facts["Q2_0"], Machine.describe(vram_gib=6.6, ram_gib=36.75), **asked)
+    assert p.verdict == DOES_NOT_FIT and p.remedies[0] == "sessions=1"
+    assert re.fullmatch(r'kv="int8" \(half the KV cache, reads \d+ MiB of experts from disk a token\)', p.remedies[1])
+
+
+def test_a_table_is_mapped_where_only_that_fits(facts):
+    """Reading past the page cache takes buffers; a mapped table takes what is left."""
+    m, machine, asked = facts["Q2_0"], Machine.describe(ram_gib=5), {"context": 4096, "device": "cpu"}
+    plans = {mode: plan_of_load(m, machine, ngram=mode, **asked) for mode in ("mapped", "direct", "auto")}
+    lacks = {mode: missing(p, "ram") for mode, p in plans.items()}
+    assert 0 < lacks["mapped"] == lacks["auto"] < lacks["direct"], "the less of both is what is missing"
+    for more, mode, fits in ((lacks["mapped"] - 8192, "mapped", False), (lacks["mapped"], "mapped", True),
+                             (lacks["direct"] - 8192, "mapped", True), (lacks["direct"], "direct", True),
+                             (128 * GIB, "mapped", True)):  # fmt: skip
+        p = plan_of_load(m, with_more(machine, ram=more), **asked)
+        assert (p.ngram, p.fits) == (mode, fits), more
 
 
 def test_where_both_memories_are_short_one_remedy_names_both(facts):

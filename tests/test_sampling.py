@@ -258,7 +258,7 @@ def test_window_rows_equal_one_token_decoding(seed, T, last_n, temperature, top_
 def test_greedy_and_penalties():
     logits = np.zeros((1, 64), np.float32)
     logits[0, 9], logits[0, 4] = 3.0, 2.9
-    for temperature in (None, 0, -1.0):
+    for temperature in (None, 0, -0.0):
         p = SamplingParams(temperature=temperature)
         assert p.greedy and sample(summarise(logits, p.head_request([9], [9])), 0, p, 0) == (9, None, None)
         p = replace(p, frequency_penalty=0.1)
@@ -296,6 +296,7 @@ def test_log_probabilities_are_of_the_unmodified_logits(p):
 @pytest.mark.parametrize(
     "wrong",
     [
+        {"temperature": -1}, {"temperature": -1e-9}, {"temperature": -math.inf},
         {"temperature": 101}, {"temperature": math.nan}, {"temperature": math.inf}, {"temperature": "1"},
         {"temperature": True}, {"top_k": -1}, {"top_k": 2.0}, {"top_k": True}, {"top_p": 0.0}, {"top_p": 1.01},
         {"top_p": math.nan}, {"top_p": None}, {"min_p": -0.1}, {"min_p": 1.1}, {"repetition_penalty": 0.0},
@@ -316,7 +317,7 @@ def test_ranges_are_refused(wrong):
 
 
 def test_edges_of_ranges_are_taken():
-    for p in ({}, {"temperature": 0}, {"temperature": -3.5}, {"temperature": 100}, {"top_k": 10**9},
+    for p in ({}, {"temperature": 0}, {"temperature": 100}, {"top_k": 10**9},
               {"top_p": 1e-300}, {"min_p": 1}, {"repetition_penalty": 0.01}, {"penalty_last_n": 4096},
               {"penalty_last_n": 0}, {"seed": 0}, {"seed": 2**64 - 1}, {"logprobs": True, "top_logprobs": 20},
               {"logit_bias": {0: -math.inf, 99: -100}}, {"top_k": np.int64(4), "top_p": np.float32(0.5)}):  # fmt: skip

@@ -11,9 +11,9 @@ linked into the function's file. Addresses must never become constants of compil
 pass them through argument records.
 
 The files lie in NUMBA_CACHE_DIR, else in STRATA_CACHE/numba, else in `__pycache__` beside the source, else in
-~/.cache/strata/numba: the first one that is set and writable. A file is valid for one CPU, one Numba and one state of
-the function's source file and of every strata module it imports, directly or not (Numba alone would look at the
-function's own file and keep stale code).
+~/.cache/strata/numba: the first one that is set and writable (a set one that is not writable is told once). A file is
+valid for one CPU, one Numba and one state of the function's source file and of every strata module it imports, directly
+or not (Numba alone would look at the function's own file and keep stale code).
 """
 
 from __future__ import annotations
@@ -35,9 +35,12 @@ from numba import config, njit, types
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator, _SourceFileBackedLocatorMixin
 from numba.core.ccallback import CFunc
 
-from strata.base.errors import need
+from strata.base.errors import FileError, need
+from strata.base.numbers import shown
 
 log = logging.getLogger("strata")
+
+VARIABLE = "STRATA_CACHE"
 
 _PACKAGE = __name__.partition(".")[0]
 _IMPORT = re.compile(
@@ -83,14 +86,18 @@ def source_stamp(path: str) -> str:
     return hashlib.sha256(b"".join(sorted(seen.values()))).hexdigest()
 
 
+def asked_folders() -> tuple[tuple[str, str], ...]:
+    """Variables that name a folder for compiled functions, best first, and what they name ("" for nothing)."""
+    return ("NUMBA_CACHE_DIR", config.CACHE_DIR), (VARIABLE, os.environ.get(VARIABLE, ""))
+
+
 def cache_folders(source: str) -> Iterator[Path]:
     """Where compiled functions of the file `source` may lie, best first."""
     folder = Path(source).resolve().parent
     below = f"{folder.name}_{hashlib.sha1(str(folder).encode()).hexdigest()[:16]}"
-    if config.CACHE_DIR:
-        yield Path(config.CACHE_DIR) / below
-    if os.environ.get("STRATA_CACHE"):
-        yield Path(os.environ["STRATA_CACHE"]) / "numba" / below
+    for name, place in asked_folders():
+        if place:
+            yield Path(place, "numba", below) if name == VARIABLE else Path(place, below)
     yield folder / "__pycache__"
     yield Path.home() / ".cache" / "strata" / "numba" / below
 
@@ -111,11 +118,14 @@ class _Locator(_SourceFileBackedLocatorMixin, _CacheLocator):
     def from_function(cls, py_func, py_file):
         if not os.path.exists(py_file):
             return None
-        for folder in cache_folders(py_file):
+        asked = [(name, place) for name, place in asked_folders() if place]
+        for i, folder in enumerate(cache_folders(py_file)):
             locator = cls(py_func, py_file, folder)
             try:
                 locator.ensure_cache_path()
-            except OSError:
+            except OSError as error:
+                if i < len(asked):
+                    _warn_not_used(*asked[i], error.strerror or str(error))
                 continue
             return locator
         return None
@@ -132,6 +142,12 @@ class _Cache(FunctionCache):
     _impl_class = _CacheFiles
 
     def load_overload(self, sig, target_context):
+        found = self._load(sig, target_context)
+        if found is None:
+            _note_not_kept()
+        return found
+
+    def _load(self, sig, target_context):
         try:
             return super().load_overload(sig, target_context)
         except Exception as error:  # a cut or foreign pickle can raise anything
@@ -147,6 +163,26 @@ class _Cache(FunctionCache):
             super().save_overload(sig, data)
         except OSError as error:
             _warn_not_kept(self.cache_path, error.strerror or str(error))
+
+
+_not_kept = 0
+
+
+def _note_not_kept() -> None:
+    global _not_kept
+    _not_kept += 1
+
+
+def compiled_anew() -> int:
+    """How many functions this process had to compile, because no kept form of them was found."""
+    return _not_kept
+
+
+@cache
+def _warn_not_used(variable: str, place: str, why: str) -> None:
+    advice = f"They are kept in the usual place instead. Unset {variable}, or name another folder."
+    log.warning("%s", FileError(f"{variable} names a place that cannot keep compiled kernels",
+                                found=f"{shown(place)}: {why}", needed="a folder that can be written", advice=advice))
 
 
 @cache
@@ -224,6 +260,8 @@ class CFunction:
                 files = _cache_for(self.py_func)
                 if files is not None:
                     compiled._cache = files
+                else:
+                    _note_not_kept()
                 compiled.compile()
                 self.from_cache = compiled.cache_hits > 0
                 self.compile_ms = (time.perf_counter() - began) * 1e3

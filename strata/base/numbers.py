@@ -46,6 +46,15 @@ def plain(value: Any) -> Any:
     return bool(value) if isinstance(value, np.bool_) else str(value) if isinstance(value, np.str_) else value
 
 
+def not_unicode(text: str) -> str | None:
+    """What a text holds that UTF-8 cannot (a lone surrogate, as of input that was none), for a message; or None."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return f"lone surrogate U+{ord(text[error.start]):04X} at character {error.start}"
+    return None
+
+
 MOST_SHOWN = 100
 """Characters of a value in a message; arrays and long lists have more."""
 

@@ -149,6 +149,8 @@ class Plan:
     pcie_share        share of the experts that VRAM lacks for the GPU to read over PCIe, to begin with
     times_share       whether a load times both sides and sets that share anew
     link_gbps         rate of the card's link
+    missing_bytes     what the file lacks, which a plan does not need and a load does; by shard in missing_shards, as
+                      (file names, bytes)
     """
 
     model: str
@@ -181,6 +183,7 @@ class Plan:
     times_share: bool = False
     link_gbps: float | None = None
     missing_bytes: int = 0
+    missing_shards: tuple[tuple[str, int], ...] = ()
     expert_types: str = ""
     file_bytes: int = 0
     ngram: str = "mapped"
@@ -192,7 +195,13 @@ class Plan:
         return not self.shortfalls
 
     @property
+    def complete(self) -> bool:
+        """True when nothing of the file is missing; a load refuses one that is not, whether it fits or not."""
+        return self.missing_bytes == 0
+
+    @property
     def verdict(self) -> str:
+        """FITS, NEEDS_DISK or DOES_NOT_FIT, of the complete file."""
         if self.shortfalls:
             return DOES_NOT_FIT
         return NEEDS_DISK if self.estimate is not None and self.estimate.disk_rate > 0 else FITS

@@ -58,10 +58,19 @@ def plan_table(p: Plan) -> str:
     if p.estimate is not None:
         out += ["", *_estimate_lines(p, p.estimate)]
     out += [f"  note: {note}" for note in p.notes]
-    out += ["", f"verdict: {p.verdict}"]
+    out += ["", f"verdict: {p.verdict}{_once_complete(p)}"]
     out += [f"  {s}" for s in p.shortfalls]
     out += [f"  remedy: {r}" for r in p.remedies]
     return "\n".join(out)
+
+
+def _once_complete(p: Plan) -> str:
+    """What the verdict depends on where a part of the file is not here."""
+    if p.complete:
+        return ""
+    lacks = [f"{n_bytes:,} bytes of {names} are missing" for names, n_bytes in p.missing_shards]
+    so_far = ", once the file is complete: " if p.fits else "; besides, the file is incomplete: "
+    return so_far + ", ".join(lacks or [f"{p.missing_bytes:,} bytes are missing"])
 
 
 def _estimate_lines(p: Plan, e: Estimate) -> list[str]:
@@ -87,7 +96,8 @@ def _estimate_lines(p: Plan, e: Estimate) -> list[str]:
 
 def plan_json(p: Plan) -> dict:
     """Everything the plan holds and what follows from it, as lists, dicts, numbers and text."""
-    values = {"strata_plan": p.version, "verdict": p.verdict, "fits": p.fits, "n_slots": p.n_slots}
+    values = {"strata_plan": p.version, "verdict": p.verdict, "fits": p.fits, "complete": p.complete}
+    values["n_slots"] = p.n_slots
     values |= {k: v for k, v in asdict(p).items() if k != "version"}
     for written, line in zip(values["lines"], p.lines, strict=True):
         written["held_bytes"] = line.held_bytes

@@ -2,7 +2,8 @@
 
 Exit status: 0 done; 1 refused or failed, with one message on stderr, as for a file or a GPU that is not there; 2 wrong
 usage; 130 interrupted by Ctrl-C; 141 nobody reads the output any more.
-Answers and reports go to stdout, everything else to stderr. Progress is shown on terminals only.
+Answers and reports go to stdout, everything else to stderr. Progress is shown on terminals; elsewhere a load that
+compiles kernels says so in a line of stderr now and then.
 
 Importing this imports next to nothing, so that Ctrl-C ends a command quietly from its first moment.
 """

@@ -44,6 +44,7 @@ def command(
         typer.echo(json.dumps({"file": str(path), "forgotten": dropped}) if json_ else
                    "forgotten" if dropped else "nothing is remembered for this machine and file")  # fmt: skip
         return
+    remembered.require_place()
     note("measuring; other work on this machine disturbs")
     from strata.calibration import calibrate
 

@@ -13,6 +13,7 @@ from strata.base.errors import StrataError
 from strata.cli import INTERRUPTED, flags
 from strata.cli.output import Bar, first_interrupt, is_terminal, note, write
 from strata.cli.run import summary
+from strata.cli.texts import STDIN, check_typed, take_any_bytes, typed_lines
 
 if TYPE_CHECKING:
     from strata.model import Model
@@ -55,15 +56,17 @@ class Conversation:
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
 
     def talk(self) -> None:
-        """Answer lines of stdin until it ends or /exit. In a pipe the first error ends the talk."""
+        """Answer lines of stdin until it ends or /exit. In a pipe the first error ends the talk: lines behind it expect
+        an answer."""
         note(HELP)
-        for line in _lines(self.watched):
+        for number, line in enumerate(_lines(self.watched), 1):
             if line.startswith("/"):
                 if line.strip() in LEAVE:
                     return
                 self._obey(line.strip())
             elif line.strip():
                 try:
+                    check_typed(line, "the line" if self.watched else f"line {number} of {STDIN}")
                     interrupted = self._answer(line)
                 except StrataError as error:
                     if not self.watched:
@@ -120,9 +123,9 @@ class Conversation:
 def _lines(watched: bool) -> Iterator[str]:
     """Messages: typed with editing and history on a terminal, else the lines of stdin."""
     if not watched:
-        for line in sys.stdin:
-            yield line.rstrip("\n")
+        yield from typed_lines()
         return
+    take_any_bytes()
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # gives input() editing and history
     while True:

@@ -16,9 +16,8 @@ import typer
 
 from strata.base.errors import BadArgument, need
 from strata.base.numbers import shown
-from strata.base.progress import UPLOADING, LoadProgress
 from strata.cli.locate import find_model
-from strata.cli.output import quiet_interrupt, working
+from strata.cli.output import LoadLines, progress_text, quiet_interrupt, working
 
 if TYPE_CHECKING:
     from strata.model import Model as LoadedModel
@@ -95,7 +94,7 @@ LOAD_AND_DRAFT: Group = LOAD | {"draft": (Draft, None)}
 # ---- answering
 
 MaxTokens = Annotated[int | None, Option("--max-tokens", "-n", help="Longest answer; default: what is left.")]
-Temperature = Annotated[float | None, Option("--temperature", "-t", help="Default: greedy.")]
+Temperature = Annotated[float | None, Option("--temperature", "-t", help="0: greedy, the default.")]
 TopK = Annotated[int | None, Option(help="Keep the k most likely tokens.")]
 TopP = Annotated[float | None, Option(help="Keep the most likely tokens that reach this mass.")]
 MinP = Annotated[float | None, Option(help="Keep tokens at least this many times as likely as the best.")]
@@ -205,17 +204,11 @@ def loaded(given: Path | None, **options: Any) -> Iterator[LoadedModel]:
         # Here, because it takes a second: wrong usage is told at once.
         from strata.model import load
 
-        told = None if status is None else lambda p: status(f"loading {path.name}: {progress_text(p)}")
+        lines = LoadLines(f"loading {path.name}")
+        told = lines.update if status is None else lambda p: status(f"loading {path.name}: {progress_text(p)}")
         model = load(path, on_progress=told, **{name: value for name, value in options.items() if value is not None})
     with model:
         yield model
-
-
-def progress_text(p: LoadProgress) -> str:
-    """A report in words, as "compiling linear, 3 of 21"."""
-    if p.what == UPLOADING:
-        return f"{p.what}, {p.done >> 20:,} of {p.total >> 20:,} MiB"
-    return " ".join(filter(None, (p.what, p.name))) + (f", {p.done} of {p.total}" if p.total > 1 else "")
 
 
 def answer_options(*, logit_bias: Sequence[str] | None = None, **flags: Any) -> dict[str, Any]:

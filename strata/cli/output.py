@@ -7,8 +7,11 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
+
+from strata.base.progress import UPLOADING, LoadProgress
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
@@ -59,6 +62,43 @@ def working(text: str) -> Iterator[Callable[[str], None] | None]:
 
     with Console(stderr=True).status(text, refresh_per_second=8) as status:
         yield status.update
+
+
+class LoadLines:
+    """What a load does in lines on stderr, for who reads them in a file or a pipe: the first when a kernel is compiled
+    that was not kept, or when a load on a GPU takes longer than EVERY_S, then one each EVERY_S. Nothing else."""
+
+    EVERY_S = 10.0
+
+    def __init__(self, text: str, clock: Callable[[], float] = time.monotonic):
+        self._text, self._clock, self._before = text, clock, _compiled_anew()
+        self._due, self._begun = clock() + self.EVERY_S, False
+
+    def update(self, p: LoadProgress) -> None:
+        on_gpu = p.what == UPLOADING or p.total == 0  # sources of a GPU are not counted beforehand
+        compiles = _compiled_anew() > self._before
+        if compiles and not self._begun:
+            self._say("compiling kernels, which are kept for the next time")
+        elif (compiles or on_gpu) and self._clock() >= self._due:
+            self._say(progress_text(p))
+
+    def _say(self, text: str) -> None:
+        self._begun, self._due = True, self._clock() + self.EVERY_S
+        with contextlib.suppress(OSError):  # nobody can be told then
+            print(f"strata: {self._text}: {text}", file=sys.stderr, flush=True)
+
+
+def _compiled_anew() -> int:
+    from strata.base.compiled import compiled_anew  # here, because Numba takes a second: wrong usage is told at once
+
+    return compiled_anew()
+
+
+def progress_text(p: LoadProgress) -> str:
+    """A report in words, as "compiling linear, 3 of 21"."""
+    if p.what == UPLOADING:
+        return f"{p.what}, {p.done >> 20:,} of {p.total >> 20:,} MiB"
+    return " ".join(filter(None, (p.what, p.name))) + (f", {p.done} of {p.total}" if p.total > 1 else "")
 
 
 class Bar:

@@ -15,6 +15,7 @@ from strata.base.numbers import shown
 from strata.cli import flags
 from strata.cli.locate import find_model, is_there
 from strata.cli.output import Bar
+from strata.cli.texts import name_of, read_text, tokens_of
 from strata.pack.gguf_file import shard_paths
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def command(
     file: flags.GgufFile,
     texts: Annotated[
         list[Path] | None,
-        typer.Argument(parser=flags.path_of, metavar="TEXT", help="UTF-8 texts that the model reads.",
+        typer.Argument(parser=flags.path_of, metavar="TEXT", help='UTF-8 texts that the model reads; "-" is stdin.',
                        show_default=False),
     ] = None,
     out: Annotated[
@@ -95,7 +96,8 @@ def command(
     else:
         parts = _read_texts(path, texts, rows, max_tokens, special, context, threads)
     windows = [w for part in parts for w in part]
-    need(len(windows) > 0, "there is no routing", found="0 windows", needed="1 or more")
+    if not windows:  # texts have some
+        raise FileError("the traces hold no routing", found="0 windows", needed="1 or more")
     report = {"file": str(path), "sources": [str(p) for p in from_trace or texts], "layers": layers, "experts": experts}
     report |= _facts(windows, experts)
     if trace is not None:
@@ -158,30 +160,19 @@ def _read_texts(
     threads: int | None,
 ) -> list[list[RoutedWindow]]:  # fmt: skip
     """The windows of each text. Files are read before the model is loaded, so that a missing one is told at once."""
-    contents = [_content(text) for text in texts]
+    contents = [read_text(text) for text in texts]
     with flags.loaded(path, context=context, threads=threads, device="cpu") as model, Bar("reading", "tokens") as bar:
         from strata.profiling import route_text
         from strata.runtime.simulate import cut_windows
 
-        tokens = [model.tokenize(content, special)[:max_tokens] for content in contents]
-        for text, ids in zip(texts, tokens, strict=True):
-            need(len(ids) > 0, f"'{text}' is empty", found="0 tokens", needed=">= 1")
+        named = zip(contents, map(name_of, texts), strict=True)
+        tokens = [tokens_of(model, content, name, special)[:max_tokens] for content, name in named]
         total, parts, done = sum(map(len, tokens)), [], 0
         for ids in tokens:
             routed = route_text(model, ids, lambda read, _, before=done: bar.update(before + read, total))
             parts.append(cut_windows(routed, rows))
             done += len(ids)
     return parts
-
-
-def _content(text: Path) -> str:
-    try:
-        return text.read_bytes().decode()
-    except OSError as error:
-        raise FileError(f"cannot read '{text}'", found=error.strerror, needed="a text file") from None
-    except UnicodeDecodeError as error:
-        raise FileError(f"'{text}' is not UTF-8 text", found=f"byte {text.read_bytes()[error.start]:#04x} at "
-                        f"offset {error.start}", needed="UTF-8") from None  # fmt: skip
 
 
 def _facts(windows: list[RoutedWindow], experts: int) -> dict[str, Any]:

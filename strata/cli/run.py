@@ -14,7 +14,18 @@ from strata.base.errors import need
 from strata.cli import FAILED, INTERRUPTED, flags
 from strata.cli.experts_text import expert_lines
 from strata.cli.locate import find_model
-from strata.cli.output import Bar, first_interrupt, is_terminal, note, quiet_interrupt, working, write
+from strata.cli.output import (
+    Bar,
+    LoadLines,
+    first_interrupt,
+    is_terminal,
+    note,
+    progress_text,
+    quiet_interrupt,
+    working,
+    write,
+)
+from strata.cli.texts import STDIN, tokens_of, typed_text
 
 if TYPE_CHECKING:
     from strata.model import Model
@@ -61,12 +72,12 @@ def command(
         flags.refuse_idle_answers(ctx, answer, load["draft"])
         if not json_:
             flags.refuse_idle(ctx, {"logprobs", "top_logprobs"}, "without --json")
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = typed_text() if prompt == "-" else prompt
     if check:
         _check(model, text, load["context"], load["kv"], load["threads"], load["device"], json_)
         return
     with flags.loaded(model, **load) as loaded:
-        tokens = loaded.tokenize(text)
+        tokens = tokens_of(loaded, text, STDIN) if prompt == "-" else loaded.tokenize(text)
         with Bar("reading the prompt", "tokens") as bar:
             stream = loaded.stream(tokens, on_progress=bar.update if len(tokens) >= BAR_TOKENS else None, **options)
             interrupted = _answer(stream, json_)
@@ -95,11 +106,11 @@ def _check(
     index = int((device or "").partition(":")[2] or 0)
     path = find_model(given)
     with working(f"checking {path.name}") as status, quiet_interrupt():
-        tell = status or (lambda text: None)
+        tell, lines = status or (lambda text: None), LoadLines(f"checking {path.name}")
         report = checking.check(
             path, text, context=context, kv="f16" if kv == "auto" else kv, threads=threads, index=index,
             on_progress=lambda done, n: tell(f"checking {path.name}: {done} of {n} tokens"),
-            loading=lambda p: tell(f"checking {path.name}: {flags.progress_text(p)}"),
+            loading=lambda p: tell(f"checking {path.name}: {progress_text(p)}") if status else lines.update(p),
         )  # fmt: skip
     typer.echo(json.dumps(report.record()) if json_ else str(report))
     if report.difference is not None:

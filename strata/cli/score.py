@@ -11,9 +11,10 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from strata.base.errors import BadArgument, FileError, need
+from strata.base.errors import BadArgument, need
 from strata.cli import flags
 from strata.cli.output import Bar
+from strata.cli.texts import name_of, read_text, tokens_of
 
 
 @flags.takes(load=flags.LOAD)
@@ -34,14 +35,13 @@ def command(
 
     The text is cut into windows, each read from an empty state; the first token of a window is not predicted.
     """
-    text = _read(file)
+    text = read_text(file)
     for name, value, least in (("--window", window, 2), ("--max-tokens", max_tokens, 2)):
         need(value is None or value >= least, f"{name} is too small", found=value, needed=f">= {least}")
     with flags.loaded(model, **load) as loaded:
         if window is not None and window > loaded.context:
             raise BadArgument("--window exceeds the context", found=window, needed=f"<= {loaded.context}")
-        tokens = loaded.tokenize(text, special)[:max_tokens]
-        need(len(tokens) >= 2, "the text is too short to score", found=f"{len(tokens)} tokens", needed=">= 2")
+        tokens = tokens_of(loaded, text, name_of(file), special, least=2)[:max_tokens]
         size = min(window or loaded.context, len(tokens))
         began = time.perf_counter()
         predicted, total = 0, 0.0
@@ -73,18 +73,3 @@ def command(
     typer.echo(f"nats per token    {report['nats_per_token']:.6f}")
     typer.echo(f"perplexity        {report['perplexity']:.4f}")
     typer.echo(f"speed             {report['tokens_per_s']:.1f} tokens/s")
-
-
-def _read(file: Path) -> str:
-    try:
-        data = typer.get_binary_stream("stdin").read() if str(file) == "-" else file.read_bytes()
-    except OSError as error:
-        raise FileError(f"cannot read '{file}'", found=error.strerror, needed="a text file") from None
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise FileError(
-            f"'{file}' is not UTF-8 text",
-            found=f"byte {data[error.start]:#04x} at offset {error.start}",
-            needed="UTF-8",
-        ) from None

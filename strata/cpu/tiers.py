@@ -13,6 +13,7 @@ from collections.abc import Collection
 from numba.core.registry import cpu_target
 
 from strata.base.errors import BadArgument
+from strata.base.numbers import shown
 
 PORTABLE = 0
 """The tier that runs everywhere."""
@@ -28,6 +29,9 @@ _NEEDS: dict[int, frozenset[str]] = {
 
 NAMES = {"portable": PORTABLE, "avx2": 256, "avx512": 512}
 """Tiers as users may call them."""
+
+FASTEST = "Unset the variable to take the fastest tier."
+"""What to do about a variable that asks for a tier that cannot be had."""
 
 TIERS: tuple[int, ...] = tuple(sorted(_NEEDS))
 """All tiers, slowest first."""
@@ -69,7 +73,8 @@ def chosen_tier(available: Collection[int], wanted: str | None) -> int:
     text = wanted.strip().lower()
     known = NAMES | {str(tier): tier for tier in TIERS}
     if text not in known:
-        raise BadArgument(f"{VARIABLE} names no kernel tier", found=wanted, needed=f"one of {', '.join(known)}")
+        raise BadArgument(f"{VARIABLE} names no kernel tier", found=shown(wanted), needed=f"one of {', '.join(known)}",
+                          advice=FASTEST)  # fmt: skip
     tier = known[text]
     if tier not in available:
         missing = sorted(_NEEDS[tier] - target_features())
@@ -77,7 +82,7 @@ def chosen_tier(available: Collection[int], wanted: str | None) -> int:
             f"{VARIABLE} asks for a kernel tier that this machine does not run",
             found=f"tier {tier}" + (f", without {', '.join(missing)}" if missing else ""),
             needed=f"one of {', '.join(map(str, sorted(available)))}",
-            advice="Unset the variable to take the fastest tier.",
+            advice=FASTEST,
         )
     return tier
 

@@ -54,6 +54,7 @@ class ModelFacts:
     chunks         what prefill chunks on a GPU take; None if nobody asked
     scaled_layers  layers whose experts have output factors
     missing_bytes  what a truncated file lacks
+    missing_shards (file names, bytes) of shards that are cut short or not there
     """
 
     name: str
@@ -75,6 +76,7 @@ class ModelFacts:
     gpu_private_bytes: int = 0
     scaled_layers: int = 0
     missing_bytes: int = 0
+    missing_shards: tuple[tuple[str, int], ...] = ()
     n_shards: int = 1
     draft: DraftFacts | None = None
     split: SplitFacts | None = None
@@ -201,10 +203,18 @@ def model_facts(
         gpu_private_bytes=gpu_private_bytes,
         scaled_layers=scaled,
         missing_bytes=gguf.missing_bytes,
+        missing_shards=_missing_shards(gguf),
         n_shards=len(gguf.shards) + len(gguf.missing_shards),
         draft=draft,
         notes=tuple(notes),
     )
+
+
+def _missing_shards(gguf: GgufFile) -> tuple[tuple[str, int], ...]:
+    """Shards that are cut short, and what each lacks; then those that are not there, whose size is known together."""
+    cut = [(s.path.name, s.needed_bytes - s.file_bytes) for s in gguf.shards if s.file_bytes < s.needed_bytes]
+    absent = ", ".join(path.name for path in gguf.missing_shards)
+    return (*cut, (absent, gguf.missing_bytes - sum(n for _, n in cut))) if absent else tuple(cut)
 
 
 def _model_name(gguf: GgufFile) -> str:

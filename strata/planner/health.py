@@ -13,10 +13,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from strata.base.errors import BadArgument, StrataError
 from strata.cpu.tiers import VARIABLE
 from strata.gpu.presence import LEAST_CAPABILITY
 from strata.planner import probes
-from strata.planner.machine import TIERS, Machine
+from strata.planner.machine import TIERS, Machine, cpu_tier, kernel_tier
 
 PACKAGES = ("numpy", "numba", "llvmlite", "gguf", "tokenizers", "jinja2", "psutil", "cupy-cuda12x", "cupy-cuda13x")
 OPTIONAL = ("cupy-cuda12x", "cupy-cuda13x")
@@ -115,16 +116,21 @@ def examine(path: str | Path | None = None) -> Report:
     def probe(name: str, read: Callable[[], object]) -> object:
         try:
             return read()
+        except StrataError as error:
+            report.problems.append(f"{name}: {error}")
         except Exception as error:  # a doctor must not die of the illness it looks for
             report.problems.append(f"{name}: {type(error).__name__}: {error}")
-            return None
+        return None
 
     place = Path(path) if path is not None else Path.cwd()
     report.facts["versions"] = probe("versions", versions)
-    machine = probe("machine", lambda: Machine.here(place, measure=True))
+    refused = _refused_tier(report)
+    machine = probe("machine", lambda: Machine.here(place, measure=True, tier=cpu_tier() if refused else None))
     compiler = probe("NVRTC", nvrtc)
     if isinstance(machine, Machine):
         _machine_facts(report, machine, compiler)
+        if refused:
+            report.facts["CPU"]["kernel tier"] = f"none, as {VARIABLE} asks"
     lock = probe("memory lock limit", probes.memlock_limit_bytes)
     pages = probe("huge pages", probes.huge_pages)
     report.facts["memory limits"] = {
@@ -139,6 +145,17 @@ def examine(path: str | Path | None = None) -> Report:
             lambda: report.advice.extend(advise(machine, compiler, lock, pages, times, report.facts["versions"])),
         )
     return report
+
+
+def _refused_tier(report: Report) -> bool:
+    """Whether STRATA_CPU_TIER asks for a tier that cannot be had, which the report gets advice about."""
+    try:
+        kernel_tier()
+    except BadArgument as error:
+        why = f"{error.message}: found {error.found}, needed {error.needed}; no model is planned or loaded"
+        report.advice.append(Advice("every load", why, f"unset {VARIABLE}"))
+        return True
+    return False
 
 
 def _read_probe(place: Path) -> tuple[str, float, float] | None:

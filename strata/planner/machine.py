@@ -121,8 +121,10 @@ class Machine:
     described: bool = False
 
     @classmethod
-    def here(cls, path: str | Path | None = None, *, measure: bool = False) -> Machine:
+    def here(cls, path: str | Path | None = None, *, measure: bool = False, tier: str | None = None) -> Machine:
         """This machine. `path` names the model, so that its disk is looked at; measure=True reads memory for 0.1 s.
+        tier: of its kernels; None: as a load takes it, or BadArgument where STRATA_CPU_TIER asks for none of this
+        machine's.
 
         Imports neither CuPy nor CUDA and takes no GPU memory. Never raises for something a machine lacks.
         """
@@ -152,7 +154,7 @@ class Machine:
             numa_nodes=probes.numa_nodes(),
             cpu_name=probes.cpu_name() or "unknown CPU",
             cpu_tier=cpu_tier(),
-            kernel_tier=kernel_tier(),
+            kernel_tier=kernel_tier() if tier is None else tier,
             page_bytes=os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096,
             disk=disk_of(path) if path is not None else None,
             wsl=probes.is_wsl(),

@@ -214,6 +214,7 @@ def make_plan(
         pcie_share=estimate.pcie_share,
         link_gbps=None if gpu is None else gpu.link_gbps,
         missing_bytes=model.missing_bytes,
+        missing_shards=model.missing_shards,
         expert_types=model.types_text,
         file_bytes=model.file_bytes,
     )

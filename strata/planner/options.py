@@ -52,7 +52,8 @@ class PlanOptions:
     checkpoints  recurrent states a session keeps in RAM for reuse of prefixes
     ngram_cache_rows   rows of the n-gram row cache; None = 65,536 on the CPU, 1,048,576 beside a GPU
     ngram        how rows of the n-gram table are read: "mapped" (through the page cache), "direct" (past it), "auto"
-                 (mapped where free RAM holds the whole table beside everything else, else direct)
+                 (mapped where free RAM holds the whole table beside everything else, or where nothing else fits; else
+                 direct)
     reserve_mib  VRAM left free; None = 700, less on small cards
     hit_rate     share of routed experts found in VRAM, when it is known; None = from profile or uniform
     profile      ranking of (layer, expert) pairs

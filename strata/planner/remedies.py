@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from strata.base.geometry import CELL_ROWS
 from strata.base.plan import GIB, MIB
+from strata.planner.estimate import residency
 from strata.planner.facts import ModelFacts
-from strata.planner.fitting import PriceOf, fits_at, largest_context
+from strata.planner.fitting import PriceOf, largest_context
 from strata.planner.machine import Gpu, Machine
 from strata.planner.options import PlanOptions
 from strata.planner.pricing import Priced, price
@@ -96,30 +97,42 @@ def remedies(
     priced: Priced,
     price_of: PriceOf = price,
 ) -> tuple[str, ...]:
-    """Up to three changes, the cheapest first. Every change of an option or of the context was priced and fits."""
+    """Up to three changes, the cheapest first. Every change of an option or of the context was priced and fits. Those
+    after which experts come from disk are only for what does not fit, say so, and come behind those that cure."""
     if not priced.shortfalls and not priced.needs_disk:
         return ()
     no_disk = not priced.shortfalls
     found: list[str] = []
+    half: list[str] = []
 
-    def cures(options: PlanOptions, at: int) -> bool:
-        on = None if options.device == "cpu" else gpu
-        return fits_at(m, machine, on, options, at, no_disk=no_disk, price_of=price_of)
+    def take(text: str, options: PlanOptions, at: int) -> None:
+        made = price_of(m, machine, None if options.device == "cpu" else gpu, options, at)
+        if not made.shortfalls and not made.needs_disk:
+            found.append(text)
+        elif not made.shortfalls and not no_disk:
+            half.append(_with_reads(text, m, options, made))
 
     for text, options, at in _changes(m, o, context, priced.kv, gpu):
         if len(found) == MOST_REMEDIES - 1:
             break
-        if cures(options, at):
-            found.append(text)
+        take(text, options, at)
     if len(found) < MOST_REMEDIES - 1:
         smaller = largest_context(m, machine, gpu, o, no_disk=no_disk, price_of=price_of)
         if 0 < smaller < context:
-            found.append(f"context={smaller}")
+            take(f"context={smaller}", o, smaller)
+    found = [*found, *half][: MOST_REMEDIES - 1]
     if priced.shortfalls:
         memory = _more_memory(machine, gpu, o, priced)
     else:
         memory = _ram_for_all(m, machine, gpu, o, context, priced, price_of)
     return (*found, memory) if memory not in found else tuple(found)
+
+
+def _with_reads(text: str, m: ModelFacts, o: PlanOptions, made: Priced) -> str:
+    """The text of a change after which experts come from disk, with how much a token reads."""
+    where = residency(m, made.allotment.slots, made.ram_expert_bytes, o.hit_rate, o.profile is not None)
+    reads = f"reads {amount(int(where.disk * m.routed_bytes_per_token))} of experts from disk a token"
+    return f"{text[:-1]}, {reads})" if text.endswith(")") else f"{text} ({reads})"
 
 
 def _ram_for_all(

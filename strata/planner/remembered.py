@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from strata.base.errors import FileError, need
+from strata.base.numbers import shown
 from strata.cpu.cores import MOST_THREADS
 from strata.pack.gguf_file import shard_paths
 from strata.pack.profile import write_atomic
@@ -101,18 +102,27 @@ def _entries() -> list[dict[str, Any]]:
         if data["strata_calibration"] != VERSION:
             raise ValueError(f"version {data['strata_calibration']}")
         return [entry for entry in data["entries"] if isinstance(entry, dict)]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
         log.warning("settings in %s are not used: %s", path, error)
         return []
 
 
-def _write(entries: list[dict[str, Any]]) -> None:
-    path = settings_path()
+def require_place() -> None:
+    """Raise FileError where settings could not be kept, for who would measure for minutes first."""
+    folder = settings_path().parent
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        why = None if os.access(folder, os.W_OK | os.X_OK) else "it cannot be written"
     except OSError as error:
-        raise FileError(f"cannot make '{path.parent}'", found=error.strerror, needed="a writable place",
-                        advice="Set STRATA_CACHE to a writable folder.") from error  # fmt: skip
+        why = "a file" if folder.is_file() else error.strerror
+    if why is not None:
+        raise FileError("settings cannot be kept", found=f"{shown(str(folder))}: {why}",
+                        needed="a folder that can be written", advice="Set STRATA_CACHE to one.")  # fmt: skip
+
+
+def _write(entries: list[dict[str, Any]]) -> None:
+    require_place()
+    path = settings_path()
     write_atomic(path, json.dumps({"strata_calibration": VERSION, "entries": entries}, indent=1).encode())

@@ -55,7 +55,7 @@ def _own(value: object, kind: type) -> object:
 class SamplingParams:
     """How the next token is chosen. Without a temperature: the most likely one.
 
-    temperature          None or <= 0: greedy; else at most 100
+    temperature          None or 0: greedy; else at most 100
     top_k                keep the k most likely tokens, any k; None or 0: off
     top_p                in (0, 1]: keep the most likely tokens that reach this mass; 1: off
     min_p                in [0, 1]: keep tokens at least min_p times as likely as the most likely one; 0: off
@@ -95,7 +95,7 @@ class SamplingParams:
     @cached_property
     def greedy(self) -> bool:
         """Whether the most likely token is taken."""
-        return self.temperature is None or self.temperature <= 0
+        return not self.temperature
 
     @cached_property
     def penalised(self) -> bool:
@@ -116,8 +116,8 @@ class SamplingParams:
     def validate(self, vocab: int) -> None:
         """Raise BadArgument (found, needed) for the first value out of its range; `vocab` is the vocabulary's size."""
         if self.temperature is not None:
-            needed = f"None or a number up to {MAX_TEMPERATURE:g} (0 or less is greedy)"
-            _check("temperature", self.temperature, float, -math.inf, MAX_TEMPERATURE, needed)
+            needed = f"None or a number from 0 to {MAX_TEMPERATURE:g} (0 is greedy)"
+            _check("temperature", self.temperature, float, 0, MAX_TEMPERATURE, needed)
         if self.top_k is not None:
             _check("top_k", self.top_k, int, 0, math.inf, "None, 0 (both off) or a positive integer")
         _check("top_p", self.top_p, float, math.ulp(0.0), 1, "a number above 0, up to 1")

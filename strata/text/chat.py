@@ -21,6 +21,7 @@ from jinja2 import nodes
 
 from strata.base.errors import BadArgument, TemplateError, need
 from strata.base.numbers import shown
+from strata.text.tokenizer import check_text
 
 THINKING_OFF = ("none", "off", "minimal", "disabled", "false")
 EFFORTS = {"low": "low", "medium": "medium", "high": "xhigh", "xhigh": "xhigh", "max": "xhigh", "maximum": "xhigh"}
@@ -231,6 +232,7 @@ def _checked_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _checked_content(content: object, has_calls: bool, where: str) -> str | None:
     if isinstance(content, str):
+        check_text(content, where)
         return content
     if content is None:
         _check(
@@ -257,6 +259,7 @@ def _checked_part(part: object, where: str) -> str:
     )
     text = part.get("text")
     _check(isinstance(text, str), f"{where}.text", needed="a string", found=type(text).__name__)
+    check_text(text, f"{where}.text")
     return text
 
 

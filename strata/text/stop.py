@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from strata.base.errors import BadArgument
+from strata.base.errors import BadArgument, need
+from strata.base.numbers import not_unicode
 from strata.text.detokenizer import Detokenizer
 from strata.text.tokenizer import Tokenizer
 
@@ -139,4 +140,7 @@ def _checked(stop: str | Sequence[str]) -> tuple[str, ...]:
             raise BadArgument(
                 f"stop[{i}] is empty", found="''", needed="at least one character", advice="Leave stop out instead."
             )
+        wrong = not_unicode(text)
+        need(wrong is None, f"stop[{i}] is not valid Unicode and could never match", found=wrong,
+             needed="text that UTF-8 can hold")  # fmt: skip
     return strings

@@ -22,7 +22,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from strata.base.errors import BadArgument, ModelError, about, need
-from strata.base.numbers import shown
+from strata.base.numbers import not_unicode, shown
 from strata.pack.gguf_file import AGAIN
 from strata.pack.gguf_metadata import HeaderStrings, Metadata
 
@@ -185,7 +185,7 @@ class Tokenizer:
         Literals are matched leftmost first, the longest at each place. Raises BadArgument for text that is not valid
         Unicode (lone surrogates).
         """
-        _check_text(text)
+        check_text(text)
         ids: list[int] = []
         pattern = self._split_all if special else self._split_user
         start = 0
@@ -225,7 +225,7 @@ class Tokenizer:
         literal = self._literals.get(text)
         if literal is not None:
             return literal
-        _check_text(text)
+        check_text(text)
         return self._bpe.token_to_id("".join(BYTE_ALPHABET[byte] for byte in text.encode("utf-8")))
 
     def is_special(self, token: int) -> bool:
@@ -246,22 +246,17 @@ class Tokenizer:
         return token
 
 
-def _check_text(text: str) -> None:
-    need(isinstance(text, str), "text must be a str", found=type(text).__name__, needed="str")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise BadArgument(
-            "text is not valid Unicode",
-            found=f"lone surrogate U+{ord(text[error.start]):04X} at character {error.start}",
-            needed="text that UTF-8 can hold",
-            advice="Decode input with errors='replace'.",
-        ) from error
+def check_text(text: str, name: str = "text") -> None:
+    """Raise BadArgument for what cannot be tokenised, with its place in the text. name: what the caller knows it as."""
+    need(isinstance(text, str), f"{name} must be a str", found=type(text).__name__, needed="str")
+    wrong = not_unicode(text)
+    need(wrong is None, f"{name} is not valid Unicode", found=wrong, needed="text that UTF-8 can hold",
+         advice="Decode input with errors='replace'.")  # fmt: skip
     if len(text) > LONGEST_SPACE_RUN:
         run = re.search(rf"\s{{{LONGEST_SPACE_RUN}}}", text)
         need(
             run is None,
-            "text has too long a run of white space",
+            f"{name} has too long a run of white space",
             found=f"more than {LONGEST_SPACE_RUN:,} characters" + (f" from character {run.start():,}" if run else ""),
             needed=f"runs below {LONGEST_SPACE_RUN:,}",
         )

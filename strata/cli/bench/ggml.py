@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from strata.base.errors import BadArgument, StrataError, need
+from strata.base.errors import BadArgument, FileError, StrataError, need
 from strata.kernel_speed import KernelBench, Product, activation_records, core_seconds, kernels_of, multiplying, reading
 from strata.pack.formats import BlockFormat
 
@@ -34,12 +34,12 @@ _VEC_DOT = ctypes.CFUNCTYPE(
 
 
 def open_library(path: Path) -> ctypes.CDLL:
-    """ggml's functions. BadArgument if the file has none."""
+    """ggml's functions. FileError if the file is not there or has none."""
     try:
         library = ctypes.CDLL(str(path))
         library.ggml_cpu_init()
     except (OSError, AttributeError) as error:
-        raise BadArgument(
+        raise FileError(
             "ggml's functions cannot be loaded",
             found=str(error),
             needed="a shared object with ggml_vec_dot_* and ggml_cpu_init",
