@@ -351,7 +351,7 @@ def _ops(
     ids = np.ascontiguousarray(table[np.arange(T) % len(table), 0], np.int32)
     distinct = float(len(np.unique(ids)))
     groups: dict[str, list[tuple[list[Launch], float]]] = {}
-    carried = 0.0  # an op that its follower does as well has no launches; its bytes are the follower's
+    carried = 0.0  # bytes of an op without launches, which its follower does; a router done before it has none
     for index, op in enumerate(program.ops):
         launches = lowering.launches_of(index)
         n_bytes = carried + op_bytes(backend, program, op, position, distinct)

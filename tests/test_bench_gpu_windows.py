@@ -44,6 +44,9 @@ def test_names_of_choices():
         chosen("nothing")
     assert list(LEVELS.values()) == list(range(early_launch.JOINS + 1)), "off first: the others are compared with it"
     assert {place for values in CHOICES.values() for place in values} == set(PLACES)
+    for name, values in CHOICES.items():
+        same = all(getattr(*PLACES[place]) == value for place, value in values.items())
+        assert same == (not values) or "early" in values, f"{name} is not what is served already"
 
 
 def test_constants_come_back():

@@ -101,7 +101,7 @@ def test_every_kernel_of_the_marked_headers_is_in_its_source():
         assert "early.cuh" in headers_of(source.path), source.file
     names = {_base(i) for s in EARLY_SOURCES for i in _marked(s)}
     window = {"norm_down", "float_gemv", "float_gemv_short", "float_gemv_long", "hc_mix", "hc_norm", "hc_add", "mixed",
-              "gdn_window", "quantise", "split", "route", "router", "product", "combine", "qsa_store",
+              "gdn_window", "quantise", "split", "route", "router", "product", "short_rows", "combine", "qsa_store",
               "qsa_scores", "qsa_select", "qsa_tiles", "qsa_merge", "embed", "outbox", "ngram_gate",
               "ngram_conv"}  # fmt: skip
     assert window <= names

@@ -57,6 +57,7 @@ def _product(
         a = x if isinstance(x, Activations) else c.activations(op, x, columns, format.group, s.T)
         c.add(product(format, place, rows, a, y, entries=s.entries, combine=combine))
         return
+    assert combine is None, "float products have outputs only"
     source = c.memory.address(x) if isinstance(x, str) else x
     if s.ids:
         c.add(float_grouped(format.name, place.address, place.stride, rows, s.ids, s.n, source, n_x, columns, y))

@@ -54,7 +54,7 @@ def _mixes(c: Lowering, op: Op, matrices: list[Matrix]) -> bool:
 
 
 def linear(c: Lowering, op: Op, logits_of: LogitsOf = logits_of) -> None:
-    """logits_of: where the logits lie that a router op in its place chooses from."""
+    """logits_of: where the logits lie that the router behind it chooses from, where both are one launch."""
     if c.norm_before is not None:
         hc_ops.norm_with_product(c, op)
         return
@@ -267,7 +267,7 @@ def _qsa_attend(c: Lowering, op: Op) -> None:
 
 
 def router(c: Lowering, op: Op, logits_of: LogitsOf = logits_of) -> None:
-    """logits_of: as `linear` has it."""
+    """logits_of: where the logits lie that it chooses from."""
     k = op.consts
     if c.routed_index != c.index:
         places = (logits_of(c, op), c.at(op, "ids"), c.at(op, "weights"))
