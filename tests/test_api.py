@@ -167,8 +167,8 @@ def test_aliases(model):
 BAD_VALUES = [
     {"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": 2.0}, {"max_tokens": True}, {"max_tokens": "5"},
     {"stop": ""}, {"stop": ["a", ""]}, {"stop": 5}, {"stop": [5]}, {"stop": b"a"}, {"ignore_eos": 1}, {"wait": None},
-    {"stop": ["a", "b\udcff"]}, {"temperature": -1},
-    {"temperature": 101}, {"temperature": "hot"}, {"temperature": float("nan")}, {"top_k": -1}, {"top_k": 1.5},
+    {"stop": ["a", "b\udcff"]}, {"temperature": -1}, {"temperature": 101}, {"temperature": "hot"},
+    {"temperature": float("nan")}, {"top_k": -1}, {"top_k": 1.5},
     {"top_p": 0}, {"top_p": 1.1}, {"min_p": -0.1}, {"min_p": 2}, {"repetition_penalty": 0}, {"presence_penalty": 200},
     {"penalty_last_n": -1}, {"penalty_last_n": 5000}, {"seed": -1}, {"seed": 1 << 64}, {"seed": 1.0}, {"logprobs": 1},
     {"top_logprobs": 21}, {"logprobs": False, "top_logprobs": 2}, {"logit_bias": [1]}, {"logit_bias": {300: 1.0}},

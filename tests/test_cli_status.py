@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from strata.base.errors import BadArgument, FileError, NoDevice
-from strata.cli import FAILED, INTERRUPTED, USAGE, app
+from strata.cli import FAILED, INTERRUPTED, USAGE, app, verbs
 from strata.gpu import device, presence
 from strata.planner.machine import Machine
 from tests.test_cli import ROOT, START_S, environment
@@ -122,3 +123,13 @@ def test_little_is_imported_before_ctrl_c_is_heard():
                           timeout=START_S)  # fmt: skip
     modules = done.stdout.replace("'", "").strip("[]\n").split(", ")
     assert [m for m in modules if m != "__future__"] == ["strata", "strata.base", "strata.base.errors", "strata.cli"]
+
+
+@pytest.mark.parametrize("words", [["plan", "none.gguf"], ["-v", "plan", "none.gguf"]])
+def test_what_the_import_of_a_verb_reports_is_told_as_the_rest(monkeypatch, words):
+    log, imported = logging.getLogger("strata"), verbs._verb
+    before = (log.level, list(log.handlers))
+    monkeypatch.setattr(verbs, "_verb", lambda name: log.warning("odd %s", name) or imported(name))
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == FAILED and done.stderr.splitlines()[0] == "strata: odd plan"
+    assert (log.level, list(log.handlers)) == before

@@ -180,7 +180,7 @@ def compiled_anew() -> int:
 
 @cache
 def _warn_not_used(variable: str, place: str, why: str) -> None:
-    advice = f"They are kept in the usual place instead. Unset {variable}, or name another folder."
+    advice = f"The usual places are tried instead. Unset {variable}, or name another folder."
     log.warning("%s", FileError(f"{variable} names a place that cannot keep compiled kernels",
                                 found=f"{shown(place)}: {why}", needed="a folder that can be written", advice=advice))
 

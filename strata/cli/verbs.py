@@ -7,6 +7,7 @@ import importlib
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -67,7 +68,8 @@ class _Verbs(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         verb = _named([*ctx._protected_args, *ctx.args])
         try:
-            return super().invoke(ctx)
+            with _reports():
+                return super().invoke(ctx)
         except StrataError as error:
             _say(verb, str(error))
             raise typer.Exit(USAGE if isinstance(error, BadArgument) else FAILED) from None
@@ -120,25 +122,30 @@ class _Messages(logging.Handler):
         typer.echo(f"strata: {self.format(record)}", err=True)
 
 
+@contextlib.contextmanager
+def _reports() -> Iterator[None]:
+    """Tells what the library reports: warnings, if no more is asked for; also while a verb's module is imported."""
+    log = logging.getLogger("strata")
+    handler, level = _Messages(), log.level
+    log.addHandler(handler)
+    log.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+
 @app.callback()
 def _every_verb(
-    ctx: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version.")
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print what the library reports.")] = False,
 ) -> None:
     """Run Mixture-of-Experts language models larger than the GPU, from their GGUF files."""
-    log = logging.getLogger("strata")
-    handler, level = _Messages(logging.INFO if verbose else logging.WARNING), log.level
-    log.addHandler(handler)
-    log.setLevel(handler.level)
-
-    def restore() -> None:
-        log.removeHandler(handler)
-        log.setLevel(level)
-
-    ctx.call_on_close(restore)
+    if verbose:
+        logging.getLogger("strata").setLevel(logging.INFO)
 
 
 def run() -> int:
