@@ -335,7 +335,8 @@ def test_drafts_do_not_change_an_answer(folder, random_model, name, right):
     plain = random_model.generate(PROMPT, **how)
     drafter = Guesser(plain.tokens, right)
     with strata.load(folder / "random.gguf", context=512, threads=2, draft=drafter) as model:
-        model._default._state.speculator.policy = Told(random_lengths())  # a busy machine's prices may forbid all drafts
+        # A busy machine's prices may forbid all drafts.
+        model._default._state.speculator.policy = Told(random_lengths())
         drafted = model.generate(PROMPT, **how)
         assert drafted.tokens == plain.tokens
         assert drafted.logprobs == plain.logprobs
