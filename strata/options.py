@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from strata.base.errors import BadArgument, need
-from strata.base.numbers import not_unicode, one_of, shown, truth_value, whole_number
+from strata.base.numbers import one_of, shown, truth_value, whole_number
 from strata.runtime.sampling import SamplingParams
+from strata.text.stop import stop_strings
 
 ALIASES = {"max_new_tokens": "max_tokens", "repeat_penalty": "repetition_penalty"}
 SAMPLING = tuple(f.name for f in fields(SamplingParams))
@@ -69,14 +70,7 @@ def generate_options(options: Mapping[str, Any], vocab: int, where: str = "gener
         most = whole_number(max_tokens)
         need(most is not None and most >= 1, "max_tokens is out of range", found=shown(max_tokens),
              needed="an integer >= 1, or None for what is left")  # fmt: skip
-    several = isinstance(stop, Sequence) and not isinstance(stop, str | bytes)
-    strings = () if stop is None else tuple(stop) if several else (stop,)
-    for text in strings:
-        need(isinstance(text, str) and text != "", "stop holds something else than strings", found=shown(text),
-             needed="one non-empty string or several")  # fmt: skip
-        wrong = not_unicode(text)
-        need(wrong is None, "a stop string is not valid Unicode and could never match", found=wrong,
-             needed="text that UTF-8 can hold")  # fmt: skip
+    strings = stop_strings(stop)
     ignore_eos, wait, drafts = truth("ignore_eos", ignore_eos), truth("wait", wait), truth("drafts", drafts)
     if named.get("logit_bias") is None:
         named.pop("logit_bias", None)

@@ -79,13 +79,17 @@ template <int BARRIER> __global__ void atomics(int *out) {
     meet<BARRIER>();
     out[t] = sum;
 }
-template <int WAIT> __global__ void copies(int *out, const int *from) {
-    __shared__ int words[2][64];
+static inline void start_two(int (&words)[2][64], const int *from) {
     int t = threadIdx.x;
     for (int i = 0; i < 2; i++) {
         copy<4>(&words[i][t], from + 64 * i + t);
         copy_commit();
     }
+}
+template <int WAIT> __global__ void copies(int *out, const int *from) {
+    __shared__ int words[2][64];
+    int t = threadIdx.x;
+    start_two(words, from);
     if (WAIT == 1) copy_wait<1>();
     if (WAIT == 2) copy_wait<0>();
     out[t] = words[0][t] + (WAIT == 2 ? words[1][t] : 0);
@@ -93,10 +97,7 @@ template <int WAIT> __global__ void copies(int *out, const int *from) {
 template <int WAIT> __global__ void second_copy(int *out, const int *from) {
     __shared__ int words[2][64];
     int t = threadIdx.x;
-    for (int i = 0; i < 2; i++) {
-        copy<4>(&words[i][t], from + 64 * i + t);
-        copy_commit();
-    }
+    start_two(words, from);
     copy_wait<WAIT ? 0 : 1>();
     out[t] = words[1][t];
 }

@@ -76,7 +76,8 @@ def test_only_text_that_may_begin_a_stop_string_is_held():
 
 
 @pytest.mark.parametrize(("stop", "message"), [([""], r"stop\[0\] is empty"), (["a", 3], r"stop\[1\] is not a string"),
-                                               ("a\udcff", r"stop\[0\] is not valid Unicode.*U\+DCFF at character 1")])
+                                               (7, "stop is not a string; found 7"), (b"a", "stop is not a string"),
+                                               ("a\udcff", r"stop is not valid Unicode.*U\+DCFF at character 1")])
 def test_bad_stop_strings_are_refused(stop, message):
     with pytest.raises(BadArgument, match=message):
         StopStrings(stop)

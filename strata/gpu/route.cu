@@ -29,7 +29,7 @@ DEVICE u32 load_ahead(const u8 *p) {
 template <int T>
 STARTS_EARLY KERNEL(256) route(const float *x, int D, int n_x, const u8 *w0, float *y0, int E, const u8 *w1, float *y1, int n1,
                                const float *logits, int *ids, float *weights, int K, float scale, u32 *arrived, u64 *error, u64 where) {
-    const int SPAN = T <= 4 ? STEPS : STEPS / 2;      // steps whose activations are loaded together
+    const int SPAN = T <= 2 ? STEPS : STEPS / 2;      // steps whose activations are loaded together
     const int SUMS = T <= 2 ? 1 : BLOCK_ROWS * T / 8;  // of a warp
     __shared__ float4 area[BLOCK_ROWS * T * 64];
     static_assert(sizeof(area) >= T * sizeof(ChoiceRoom), "the choice uses the memory of the sums");

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from strata.base.errors import BadArgument, need
-from strata.base.numbers import not_unicode
+from strata.base.errors import need
+from strata.base.numbers import not_unicode, shown
 from strata.text.detokenizer import Detokenizer
 from strata.text.tokenizer import Tokenizer
 
@@ -25,6 +25,21 @@ def held_suffix(text: str, tags: Iterable[str]) -> int:
     return longest
 
 
+def stop_strings(stop: object) -> tuple[str, ...]:
+    """The strings of `stop`: none for None, one, or those of a sequence. BadArgument for one that could never match."""
+    several = isinstance(stop, Sequence) and not isinstance(stop, str | bytes)
+    strings = () if stop is None else tuple(stop) if several else (stop,)
+    for i, text in enumerate(strings):
+        name = f"stop[{i}]" if several else "stop"
+        need(isinstance(text, str), f"{name} is not a string", found=shown(text), needed="one string or several")
+        need(text != "", f"{name} is empty", found="''", needed="at least one character",
+             advice="Leave stop out instead.")  # fmt: skip
+        wrong = not_unicode(text)
+        need(wrong is None, f"{name} is not valid Unicode and could never match", found=wrong,
+             needed="text that UTF-8 can hold")  # fmt: skip
+    return strings
+
+
 class StopStrings:
     """Passes text on until a stop string is complete, holding back what may begin one.
 
@@ -33,7 +48,7 @@ class StopStrings:
     """
 
     def __init__(self, stop: str | Sequence[str] = ()):
-        self._stop = _checked(stop)
+        self._stop = stop_strings(stop)
         self._held = ""
         self.matched: str | None = None
 
@@ -129,18 +144,3 @@ class TextStop:
         self._ready.append(emit)
         if stopped and not self.stopped:
             self.finished_by, self.stopped_on = "stop_string", self._strings.matched
-
-
-def _checked(stop: str | Sequence[str]) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else tuple(stop)
-    for i, text in enumerate(strings):
-        if not isinstance(text, str):
-            raise BadArgument(f"stop[{i}] is not a string", found=type(text).__name__, needed="str")
-        if not text:
-            raise BadArgument(
-                f"stop[{i}] is empty", found="''", needed="at least one character", advice="Leave stop out instead."
-            )
-        wrong = not_unicode(text)
-        need(wrong is None, f"stop[{i}] is not valid Unicode and could never match", found=wrong,
-             needed="text that UTF-8 can hold")  # fmt: skip
-    return strings

@@ -257,6 +257,7 @@ DEVICE void block_of_product(const u8 *weights, const u8 *up, const u64 *address
         rows_of_block<F, M, M>(weights, g, x, share, table, rows, K, h, hidden, area, put);
 }
 
+// Three blocks a processor with one column of a format that loads little; Q8_0 has four chunks under way instead.
 template <class F, int M>
 STARTS_EARLY __global__ void __launch_bounds__(256, M == 1 && F::VALUES == 32 && F::MINIMUM == 0 && F::Raw::LOADED <= 20 && F::Raw::BLOCKS > 2 ? 3 : 2)
 product(const u8 *weights, const u8 *up, const u64 *addresses, int part, i64 stride, const int *ids,
