@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from strata.base.errors import need
+from strata.base.geometry import WINDOW_ROWS
 from strata.base.state import State
 from strata.cpu.backend import CpuBackend
 from strata.cpu.lower import Lowering
@@ -49,6 +50,11 @@ def skewed_ids(tokens: int, L: int, E: int, K: int, seed: int = 1, skew: float =
 def uniform_ids(tokens: int, L: int, E: int, K: int, seed: int = 1) -> np.ndarray:
     """(tokens, L, K) int32 of distinct experts, all equally likely."""
     return np.random.default_rng(seed).random((tokens, L, E)).argpartition(K, axis=2)[:, :, :K].astype(np.int32)
+
+
+def same_ids(tokens: int, L: int, E: int, K: int, seed: int = 1) -> np.ndarray:
+    """(tokens, L, K) int32: as `skewed_ids`, but eight tokens at a time want the same experts."""
+    return np.repeat(skewed_ids(-(-tokens // WINDOW_ROWS), L, E, K, seed), WINDOW_ROWS, axis=0)[:tokens]
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ def test_products(quick):
     assert sum(n.startswith("gate+up+SwiGLU Q4_K T=2") for n in names) == 2, "the same experts, and others for each row"
     assert sum("in free order" in n for n in names) == 2 and any(n.startswith("SwiGLU alone") for n in names)
     tensor = run("products", "--types", "Q4_K", "--rows", "2", "--tensor-from", "2")["figures"]
-    assert "mma_rows" in tensor[0]["name"] and "mma_split" in tensor[1]["name"] and gemv.MMA_FROM > 2
+    assert "half_rows" in tensor[0]["name"] and "half_split" in tensor[1]["name"] and gemv.HALF_FROM > 2
 
 
 def test_products_that_differ_are_refused(timer, monkeypatch):

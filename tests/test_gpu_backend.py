@@ -219,9 +219,8 @@ def test_nodes_of_a_window(pair):
     trunks = {int(name.partition("T=")[2]): n for name, n in counts.items() if name.startswith("trunk")}
     L = pair.gpu.geometry.L
     apart = {T: n + sum(combines_of(pair.gpu, T)) + (L if T in route.ROUTED_ROWS else 0) for T, n in trunks.items()}
-    narrow, wide = ({n for T, n in apart.items() if (T <= NORM_DOWN_ROWS) == here} for here in (True, False))
-    assert len(narrow) == len(wide) == 1
-    assert min(wide) - max(narrow) == 2 * L, "norms of narrow windows are part of the product"
+    joined = {T for T in apart if T <= NORM_DOWN_ROWS or (pair.gpu.memory.clusters and T in hc_ops.CLUSTERED_ROWS)}
+    assert len({n + 2 * L * (T in joined) for T, n in apart.items()}) == 1, "norms are part of the product"
     assert counts["trunk T=1"] <= 30 * L
 
 
@@ -235,6 +234,15 @@ def test_what_narrow_windows_join_can_be_switched_off(pair, monkeypatch):
         kernels.append([one.kernel for one in pair.gpu._lower(program).launches])
     assert len(kernels[0]) == len(kernels[1]) - 2 * g.L < len(kernels[2]) - 2 * g.L
     assert not any(k.startswith(("norm_down", "mixed")) for k in kernels[2])
+
+
+def test_norms_of_four_rows_go_by_clusters_where_there_are_any(pair, monkeypatch):
+    g, program, clusters = pair.gpu.geometry, pair.gpu.programs.windows[4], pair.gpu.memory.clusters
+    launches = pair.gpu._lower(program).launches
+    assert sum(one.cluster > 1 for one in launches) == 2 * g.L * clusters
+    monkeypatch.setattr(pair.gpu.memory, "clusters", False)
+    plain = pair.gpu._lower(program).launches
+    assert not any(one.cluster > 1 for one in plain) and len(plain) == len(launches) + 2 * g.L * clusters
 
 
 @pytest.mark.parametrize("T", [1, 2, 8])
@@ -289,6 +297,30 @@ def test_the_shared_expert_runs_beside_the_router(pair):
 
     assert forks(True) == [(0, True)] * pair.gpu.geometry.L
     assert forks(False) == [(0, False)] * pair.gpu.geometry.L
+
+
+@pytest.mark.parametrize("T", [1, 4])
+def test_ngram_rows_are_multiplied_ahead(pair, T, monkeypatch):
+    """From the wait on, in front of everything but the inbox; the gates meet them. Not where ops run one by one."""
+    program = pair.gpu.programs.windows[T]
+
+    def lowered(fuse: bool = True):
+        found = pair.gpu._lower(program, fuse)
+        launches = found.graph_launches(8, (8, 8, 8))
+        ahead = [one.kernel for one in launches if one.ahead]
+        assert [one.kernel for one in launches[1 : 1 + len(ahead)]] == ahead
+        assert not any(one.fork or one.branch or one.aside for one in launches if one.ahead)
+        of = zip(found.op_of_launch, found.launches, strict=True)
+        kinds = {found.program.ops[i].kind for i, one in of if one.ahead}
+        assert found.op_of_launch == sorted(found.op_of_launch) and len(launches) == len(found.launches) + 2
+        return ahead, kinds, [one.kernel.partition("_")[0] for one in launches if one.meets], len(launches)
+
+    ahead, kinds, meets, n = lowered()
+    assert ahead[0] == "ngram_wait" and len(ahead) >= 2
+    assert kinds == {"ngram_wait", "linear"} and meets == ["ngram"]
+    assert lowered(fuse=False)[:3] == ([], set(), [])
+    monkeypatch.setattr(ops, "NGRAM_AHEAD", False)
+    assert lowered() == ([], set(), [], n)
 
 
 @pytest.mark.gpu

@@ -35,8 +35,10 @@ MAIN = (0, 0, False, False)
 
 
 def before(*launches):
-    """For each launch, given as (fork, branch, aside, gathers), the numbers of those it waits for."""
-    made = [replace(doorbell.stamp(64)[0], fork=f, branch=b, aside=a, gathers=g) for f, b, a, g in launches]
+    """For each launch, given as (fork, branch, aside, gathers) or by names, the numbers of those it waits for."""
+    named = [x if isinstance(x, dict) else dict(zip(("fork", "branch", "aside", "gathers"), x, strict=True))
+             for x in launches]  # fmt: skip
+    made = [replace(doorbell.stamp(64)[0], **x) for x in named]
     found: list[set] = []
 
     def function(number):
@@ -73,3 +75,22 @@ def test_nothing_waits_for_what_is_aside_but_what_gathers():
     assert found[5] == {0, 1, 3} and found[10] == {0, 1, 3, 5, 6, 8}
     assert found[11] == set(range(11))
     assert found[7] == {0, 1, 2, 3, 5, 6}, "one branch's launches aside keep their order"
+
+
+def test_launches_ahead_run_beside_forks_and_asides_until_they_are_met():
+    ahead, meets = {"ahead": True}, {"meets": True}
+    layer = ((1, 0, False, False), (1, 0, True, False), (1, 1, False, False))
+    found = before(MAIN, ahead, ahead, MAIN, *layer, meets, MAIN)
+    assert found[1] == {0} and found[2] == {0, 1}, "behind what stands in front of the first, one behind the other"
+    assert found[3] == {0} and found[4] == {0, 3} and found[6] == {0, 3}
+    assert found[7] == {0, 1, 2, 3, 4, 6} and found[8] == {0, 1, 2, 3, 4, 6, 7}
+
+
+def test_what_is_ahead_and_never_met_is_waited_for_at_the_end():
+    assert before(MAIN, {"ahead": True}, MAIN) == [set(), {0}, {0}]
+
+
+def test_a_chain_ahead_may_follow_another():
+    ahead, meets = {"ahead": True}, {"meets": True}
+    found = before(MAIN, ahead, meets, ahead, MAIN, meets)
+    assert found == [set(), {0}, {0, 1}, {0, 1, 2}, {0, 1, 2}, {0, 1, 2, 3, 4}]

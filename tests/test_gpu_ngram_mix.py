@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from strata.base.errors import BadArgument
 from strata.base.program import NGRAM_FAILED, NGRAM_TIMEOUT
 from strata.cpu.gated_delta import history_commit
 from strata.cpu.ngram_mix import ngram_mix
@@ -10,7 +11,7 @@ from strata.gpu import gated_delta as gpu_delta
 from strata.gpu import ngram_mix as gpu
 from strata.gpu.error_word import where
 from tests import test_op_ngram_mix as ops
-from tests.canonical.call import LAYER, assert_same, plain, room
+from tests.canonical.call import LAYER, assert_same, check_guards, plain, room
 from tests.gpu.as_cpu_op import gpu_call
 from tests.gpu.run_on_cpu import ErrorWord, address, needs_compiler, run_all
 from tests.test_op_ngram_mix import (  # noqa: F401
@@ -40,6 +41,47 @@ ADAPTERS = {ngram_mix: _mix, history_commit: lambda w, error, at, n: gpu_delta.h
 @pytest.fixture(autouse=True)
 def on_gpu_code(monkeypatch):
     monkeypatch.setattr(ops, "Call", gpu_call(ADAPTERS))
+
+
+@pytest.mark.parametrize("D", [256, 700, 2560, 2600])
+@pytest.mark.parametrize("T", [1, 4])
+def test_widths_from_registers_and_beyond(D, T):
+    """The real width is the widest whose values stay in registers; taps and dilation are the real ones."""
+    case = ops.Case.make(np.random.default_rng(D + T), T, 2, D, 4, 3)
+    (x, rows), (got_x, got_rows, _, call) = case.wanted(), case.run()
+    assert call.reported is None
+    assert_same(got_rows, rows, "rows")
+    assert_same(got_x, x, "x")
+
+
+def test_the_kernel_goes_by_the_width():
+    def kernel(D: int) -> str:
+        w = gpu.NgramWeights(0, 0, 0, 0)
+        return gpu.ngram_mix(0, 0, 0, w, 0, 0, 0, 0, 1, 4, D, 4, 3, 1e-6, 0, np.uint64(0))[0].kernel
+
+    names = [kernel(D) for D in (255, 256, 2560, 2561)]
+    assert names == ["ngram_gate", "ngram_gate_near", "ngram_gate_near", "ngram_gate"]
+
+
+@pytest.mark.parametrize("n", [4, 4092, 4096, 4100, 5 * 2560])
+def test_rows_are_copied_by_several_blocks(n):
+    ticket, staged = np.array([3, 3], np.int64), plain(np.random.default_rng(n), n)
+    for reverse in (False, True):
+        rows, error = room(n), ErrorWord()
+        places = (address(ticket), address(staged), address(rows))
+        launches = gpu.ngram_wait(*places, n, 10**9, error.address, where(0, LAYER))
+        assert launches[0].grid == (-(-n // gpu.WAIT_BLOCK_VALUES), 1, 1)
+        run_all(launches, reverse=reverse)
+        assert error.reported is None
+        check_guards(rows)
+        assert_same(rows, staged)
+
+
+def test_rows_in_pieces_that_are_not_whole_are_refused():
+    with pytest.raises(BadArgument, match="n-gram rows"):
+        gpu.ngram_wait(64, 64, 64, 10, 1, 64, np.uint64(0))
+    with pytest.raises(BadArgument, match="n-gram rows"):
+        gpu.ngram_wait(64, 68, 64, 8, 1, 64, np.uint64(0))
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from strata.base.errors import BadArgument
 from strata.base.program import NOT_FINITE
 from strata.gpu.error_word import where
 from strata.gpu.float_gemv import FloatMatrix
-from strata.gpu.norm_down import fits, norm_down
+from strata.gpu.norm_down import fits, norm_down, norm_down_cluster
 from tests.canonical import hyper_connection as reference
 from tests.canonical.call import LAYER, assert_same, check_guards, guarded, plain, room
-from tests.gpu.run_on_cpu import ErrorWord, address, needs_compiler, run_all
+from tests.gpu.run_on_cpu import ErrorWord, address, needs_clusters, needs_compiler, run_all
 from tests.test_gpu_float_gemv import stored
 
 pytestmark = needs_compiler
@@ -28,7 +28,7 @@ class Inputs:
         self.data, self.values = zip(*pairs, strict=True)
         self.kinds, self.error = kinds, ErrorWord()
 
-    def run(self, add: bool, squeeze: int, reverse: bool = False):
+    def run(self, add: bool, squeeze: int, reverse: bool = False, launcher=norm_down):
         streams = guarded(self.x)
         normed, out = room(self.T, self.C, self.D), [room(self.T, n) for n in self.rows]
         matrices = [
@@ -36,8 +36,8 @@ class Inputs:
             for i, (kind, data, n, y) in enumerate(zip(self.kinds, self.data, self.rows, out, strict=True))
         ]
         more = {"y": address(self.y), "a": address(self.a)} if add else {}
-        run_all(norm_down(address(streams), address(self.w), address(normed), self.T, self.C, self.D, EPS, matrices,
-                          self.error.address, where(3, LAYER), where(5, LAYER), **more), reverse=reverse)  # fmt: skip
+        run_all(launcher(address(streams), address(self.w), address(normed), self.T, self.C, self.D, EPS, matrices,
+                         self.error.address, where(3, LAYER), where(5, LAYER), **more), reverse=reverse)  # fmt: skip
         for array in (streams, normed, *out):
             check_guards(array)
         assert_same(streams, self.x, "the streams themselves")
@@ -73,15 +73,40 @@ def test_same_bits(add, T, C, D, rows, kinds):
     assert inputs.error.reported is None
 
 
-def test_errors_name_their_op_and_row():
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize(("T", "D", "rows"), [
+    (3, 256, (32, 4)),
+    (4, 256, (11,)),
+    (8, 256, (12, 13)),
+    (1, 256, (1, 1)),
+    (4, 2560, (26, 4)),
+    (5, 2560, (5,)),
+])  # fmt: skip
+def test_same_bits_by_clusters(add, T, D, rows):
+    needs_clusters()
+    C = 4
+    inputs = Inputs(np.random.default_rng(T + C + D), T, C, D, rows, ["BF16"] * len(rows))
+    squeeze = C if T != 3 else 0
+    normed, out = inputs.run(add, squeeze, reverse=T == 4, launcher=norm_down_cluster)
+    expected, products = inputs.wanted(add, squeeze)
+    assert_same(normed, expected)
+    for y, wanted in zip(out, products, strict=True):
+        assert_same(y, wanted)
+    assert inputs.error.reported is None
+
+
+@pytest.mark.parametrize("launcher", [norm_down, norm_down_cluster])
+def test_errors_name_their_op_and_row(launcher):
+    if launcher is norm_down_cluster:
+        needs_clusters()
     inputs = Inputs(np.random.default_rng(1), 2, 4, 256, (8, 4), ("BF16", "BF16"))
     inputs.x[1, 2, 40] = np.inf
-    inputs.run(False, 4)
+    inputs.run(False, 4, launcher=launcher)
     assert inputs.error.reported == (NOT_FINITE, LAYER, 1)
     assert int(inputs.error.word[0]) >> 48 == 3
-    inputs = Inputs(np.random.default_rng(1), 2, 4, 256, (8,), ("F32",))
-    inputs.data[0][5, 9] = np.inf
-    inputs.run(True, 4)
+    inputs = Inputs(np.random.default_rng(1), 2, 4, 256, (8,), ("BF16",))
+    inputs.data[0][5, 9] = 0x7F80  # infinite
+    inputs.run(True, 4, launcher=launcher)
     assert inputs.error.reported == (NOT_FINITE, LAYER, 0) and int(inputs.error.word[0]) >> 48 == 5
 
 

@@ -19,20 +19,29 @@ class Capture:
         self._cupy, self._stream = cupy, stream
         self._branches: dict[int, Any] = {}
         self._asides: dict[int, Any] = {}
+        self._aheads: dict[int, Any] = {}
         self._events: list[Any] = []
 
     def open_streams(self, launches: Sequence[Launch]) -> None:
         """Make the streams that launches need; not while a stream is captured."""
         wanted = [(self._branches, one.branch) for one in launches if one.branch]
         wanted += [(self._asides, one.branch) for one in launches if one.aside]
+        wanted += [(self._aheads, 0) for one in launches if one.ahead]
         for streams, branch in wanted:
             if branch not in streams:
                 streams[branch] = self._cupy.cuda.Stream(non_blocking=True)
 
     def queue(self, prepared: list[tuple[Any, Launch]]) -> None:
         """Queue (function, launch) pairs."""
-        fork, waiting, asides, start = 0, set(), set(), None
+        fork, waiting, asides, aheads, start = 0, set(), set(), set(), None
         for function, launch in prepared:
+            if launch.ahead:
+                stream = self._aheads[0]
+                if not aheads:
+                    stream.wait_event(self._event(self._stream))
+                    aheads.add(0)
+                function(launch.grid, launch.block, launch.args, launch.shared_bytes, stream)
+                continue
             if launch.fork != fork:
                 self._join(self._branches, waiting)
                 fork, start = launch.fork, None
@@ -50,9 +59,12 @@ class Capture:
                 asides.add(launch.branch)
             elif launch.gathers:
                 self._join(self._asides, asides)
+            if launch.meets:
+                self._join(self._aheads, aheads)
             function(launch.grid, launch.block, launch.args, launch.shared_bytes, stream)
         self._join(self._branches, waiting)
         self._join(self._asides, asides)
+        self._join(self._aheads, aheads)
 
     def _event(self, stream: Any) -> Any:
         event = self._cupy.cuda.Event(disable_timing=True)
@@ -71,3 +83,4 @@ class Capture:
         self._events.clear()
         self._branches.clear()
         self._asides.clear()
+        self._aheads.clear()

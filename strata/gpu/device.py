@@ -20,7 +20,7 @@ from strata.gpu.capture import Capture
 from strata.gpu.compile import compile_source
 from strata.gpu.driver_calls import DriverCalls, told
 from strata.gpu.early_launch import EarlyLaunches
-from strata.gpu.launch import Launch, Source
+from strata.gpu.launch import CLUSTERS_FROM, Launch, Source
 from strata.gpu.presence import import_cupy
 
 ALIGN = 256
@@ -31,6 +31,7 @@ SURE_SHARED_BYTES = 32 << 10
 LEAST_RING_ARCH = 80
 """From here on kernels have the rings of `Launch.ring_bytes`."""
 LOAD_LESS = "Close what else uses the device, or load with a smaller context, fewer sessions or fewer slots."
+PIN_LESS = "Let the device use less host memory, or raise the limit of locked memory."
 HELD_WAIT_S = 0.0003
 """How long a wait for the device keeps the interpreter's lock: as long as a head takes. See driver_calls."""
 MAIN, COPY_STREAMS = 0, (1, 2)
@@ -45,6 +46,8 @@ class Device(Protocol):
     """Kernels reach registered host memory at its own address."""
     registers_read_only: bool
     """Shared read-only mappings of files can be registered."""
+    clusters: bool
+    """Blocks can form clusters (cluster.cuh)."""
 
     def current(self) -> AbstractContextManager[Any]:
         """Make this device the calling thread's own while the context lasts."""
@@ -143,6 +146,7 @@ class CupyDevice:
                 advice="`strata doctor` shows devices and driver.",
             ) from error
         self.arch = 10 * major + minor
+        self.clusters = self.arch >= CLUSTERS_FROM
         properties = self._runtime.getDeviceProperties(index)
         name = properties["name"]
         self.name = name.decode() if isinstance(name, bytes) else str(name)
@@ -285,12 +289,8 @@ class CupyDevice:
 
     @staticmethod
     def _not_pinned(n_bytes: int, error: Exception) -> DoesNotFit:
-        return DoesNotFit(
-            "the system does not pin this memory for the device",
-            found=str(error),
-            needed=f"{n_bytes:,} bytes",
-            advice="Let the device use less host memory, or raise the limit of locked memory.",
-        )
+        return DoesNotFit("the system does not pin this memory for the device", found=str(error),
+                          needed=f"{n_bytes:,} bytes", advice=PIN_LESS)  # fmt: skip
 
     @told
     def unregister(self, address: int) -> None:

@@ -34,6 +34,17 @@ template <class T>
 DEVICE T load_now(const T *p) { return *p; }
 #endif
 
+// A word of the weights in front of the wait: a load through the read-only path would sink below it.
+DEVICE u32 load_ahead(const u8 *p) {
+#if CAN_START_EARLY
+    u32 v;
+    asm volatile("ld.relaxed.gpu.global.u32 %0,[%1];" : "=r"(v) : "l"(p));
+    return v;
+#else
+    return load_once((const u32 *)p);
+#endif
+}
+
 #define LINE 128
 
 // Into L2 what a block is going to read: thread number `thread` of `threads` asks for its lines of n bytes. It changes no

@@ -63,8 +63,14 @@ def early_places(launches: Sequence[Launch], level: int | None = None) -> list[b
         branches.setdefault(one.fork, set()).add(one.branch)
     first_of_side, first_of_graph = JOINS + 1, JOINS + 1
     front = {0: first_of_graph}  # by branch: the least level at which its next launch starts early
-    places, fork, aside = [], 0, False
+    places, fork, aside, of_ahead = [], 0, False, first_of_side
     for one in launches:
+        if one.ahead:
+            if of_ahead == first_of_side:
+                front[0] = max(front[0], FORKS)
+            places.append(of_ahead <= level and can_start_early(one))
+            of_ahead = CHAINS
+            continue
         if one.fork != fork:
             if fork and branches[fork] != {0}:
                 front = {0: JOINS}
@@ -78,6 +84,8 @@ def early_places(launches: Sequence[Launch], level: int | None = None) -> list[b
             continue
         if one.gathers and aside:
             front[0], aside = max(front[0], JOINS), False
+        if one.meets and of_ahead != first_of_side:
+            front[0], of_ahead = max(front[0], JOINS), first_of_side
         places.append(front.get(one.branch, first_of_side) <= level and can_start_early(one))
         front[one.branch] = CHAINS if one.branch else MAIN_CHAIN
     return places

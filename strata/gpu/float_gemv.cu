@@ -3,6 +3,7 @@
 // Up to four matrices that share their input count as one list of rows. T is the number of activation rows a thread
 // holds sums of; more rows are further pieces of the grid, fewer repeat the last one and are not stored.
 #include "short_row.cuh"
+#include "short_tile.cuh"
 
 struct Matrix {
     const u8 *w;
@@ -152,5 +153,37 @@ STARTS_EARLY KERNEL(128) float_gemv_short(const float *x, int K, int n_x, const 
     for (int c = 0; c < n_x; c++) {
         float s = weights.times(xs + c * K, p, K);
         if (p == 0 && row < rows) y[(size_t)c * rows + row] = s;
+    }
+}
+
+// The same for three columns and more, four of them at a time, 256 <= K <= 320. Grid: rows / 32.
+template <int KIND>
+STARTS_EARLY __global__ void __launch_bounds__(128, 3)
+float_gemv_tile(const float *x, int K, int n_x, const u8 *w, float *y, int rows, float *streams, const float *branch,
+                const float *strength, int D) {
+    __shared__ float4 staged[TILE_FLOATS / 4];
+    float *xs = (float *)staged;
+    let_next_start();
+    int tile = blockIdx.x * 32, lane = threadIdx.x & 31, p = lane & 15, first = tile + (threadIdx.x >> 4) * TILE_ROWS;
+    ShortTile<KIND> weights;
+    weights.load(w, first, rows, p, K);
+    int row = first + (p & 3), beside = tile + lane, C = 1, stream = 0, place = 0;  // a warp adds the branch to one column
+    if (streams) C = rows / D, stream = beside / D, place = beside % D;
+    wait_for_inputs();
+    for (int from = 0; from < n_x; from += TILE_COLUMNS) {
+        int column = from + (threadIdx.x >> 5);
+        bool adds = streams && beside < rows && column < n_x;
+        StagedColumns columns;
+        columns.load(x + (size_t)from * K, n_x - from, K);
+        float *sum = streams + (size_t)column * rows + beside, strength_here = 0.f, term = 0.f, before = 0.f;
+        if (adds) strength_here = strength[column * C + stream], term = branch[(size_t)column * D + place], before = *sum;
+        if (from) __syncthreads();  // all have used the columns before
+        columns.store(xs);
+        __syncthreads();
+        if (adds) *sum = fma32(strength_here, term, before);
+        weights.stay();
+        float s = weights.times(xs, p);
+        column = from + (p >> 2);
+        if (row < rows && column < n_x) y[(size_t)column * rows + row] = s;
     }
 }

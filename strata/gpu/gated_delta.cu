@@ -2,9 +2,12 @@
 //
 // Sums over the key axis have 4 lanes (key index mod 4). A block is one value head, or in a commit some of its columns,
 // with four neighbouring threads a column: thread 4j + r holds column j of the keys r, r + 4, .. in registers for all rows,
-// so the state is read once and, in a window, never written. Rows of the rule follow each other without a barrier.
+// so the state is read once and, in a window, never written. Rows of the rule follow each other without a barrier. Windows of
+// heads of the usual sizes have a kernel of their own (gated_delta_split.cuh).
 #include "arrivals.cuh"
 #include "early.cuh"
+#include "gated_delta_keys.cuh"
+#include "gated_delta_split.cuh"
 #include "quantise.cuh"
 
 #define ROWS 8  // rows that are prepared side by side
@@ -52,13 +55,6 @@ KERNEL(256) history_commit(float *const *history_slot, const float *rows, const 
     }
 }
 
-// Where value i of a key or query lies in shared memory: those of a lane side by side, N of them and a gap, so that four at
-// once are loaded without two lanes in one bank.
-template <int N>
-DEVICE int in_lanes(int i) {
-    return (i & 3) * (N + 4) + (i >> 2);
-}
-
 // x / sqrt(sum x^2 + 1e-6) * scale in place, by one warp.
 template <int N>
 DEVICE void unit(float *x, int n, float scale) {
@@ -72,17 +68,6 @@ DEVICE void unit(float *x, int n, float scale) {
 DEVICE float over_keys(float v) {
     v = add32(v, __shfl_xor_sync(ALL_LANES, v, 2));
     return add32(v, __shfl_xor_sync(ALL_LANES, v, 1));
-}
-
-// Values 4i .. 4i + 3 of a lane.
-DEVICE void load_four(const float *lane, int i, float (&v)[4]) {
-    float4 four = ((const float4 *)lane)[i];
-    v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
-}
-
-// Loads do not move over it: otherwise those of all keys of a thread are held in registers at once.
-DEVICE void hold_loads(int i) {
-    if (i & 1) asm volatile("" ::: "memory");
 }
 
 struct Rows32 {  // outputs as activations in groups of 32, which heads must hold whole ones of; codes null: not wanted

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from strata.base.errors import need
-from strata.gpu.activations import Activations, places_of
+from strata.gpu.activations import Activations, places_of, quantise
 from strata.gpu.launch import Launch, Source, f32, i32, launch, pointer
 
 KEYS_A_THREAD = (16, 32)
@@ -17,12 +17,20 @@ KEYS_A_THREAD = (16, 32)
 ROWS = 8
 """Rows that a block prepares side by side."""
 
+SPLIT_HEAD, SPLIT_TAPS, SPLIT_THREADS = 128, 4, 384
+"""Keys and values of a head, taps, and threads of a block of `gdn_split`: two blocks a head."""
+
+SPLIT_ROWS = 8
+"""Rows of windows that `gdn_split` takes; it has room for eight."""
+
 SOURCE = Source(
     "gated_delta.cu",
     (
         "gdn_conv",
         "history_commit",
-        *(f"{k}<{n}>" for k in ("gdn_heads", "gdn_window", "gdn_commit") for n in KEYS_A_THREAD),
+        *(f"{k}<{n}>" for k in ("gdn_heads", "gdn_commit") for n in KEYS_A_THREAD),
+        f"gdn_window<{KEYS_A_THREAD[0]}>",
+        "gdn_split",
     ),
 )
 
@@ -52,6 +60,12 @@ def _shape(dk: int, dv: int, columns: int = 0) -> tuple[int, int, int]:
     keys = next(n for n in KEYS_A_THREAD if 4 * n >= dk)
     columns = columns or dv
     return keys, 4 * columns, 4 * (2 * ROWS + ROWS * (8 * (keys + 4) + columns))
+
+
+def _split_bytes(T: int) -> int:
+    """Shared memory of `gdn_split`: gates of two heads; a row's q and k in four lanes with gaps, half of its v, and the
+    output's gates of two heads."""
+    return 4 * (2 * 8 * 2 + T * (2 * (SPLIT_HEAD + 32) + SPLIT_HEAD // 2 + 2 * SPLIT_HEAD))
 
 
 def gdn_heads(
@@ -105,10 +119,11 @@ def gdn_window(
     quantised: Sequence[Activations] = (),
     arrived: int = 0,
 ) -> list[Launch]:
-    """gdn_conv and gdn_heads of a window as one kernel; neither history nor state is written.
+    """gdn_conv and gdn_heads of a window; neither history nor state is written. Heads of the sizes of `gdn_split` and
+    those of few keys take one kernel.
 
     quantised: where y goes as activations as well, at most one of each group that `quantises` names. arrived: address
-    of `arrived_bytes`, zeros that are zeros again afterwards, for groups of 256.
+    of `arrived_bytes`, zeros that are zeros again afterwards, for groups of 256; without it there is no `gdn_split`.
     """
     groups = quantises(T, Hv, dv)
     need(all((q.T, q.K) == (T, Hv * dv) and q.group in groups for q in quantised), "activations of a window",
@@ -116,28 +131,23 @@ def gdn_window(
     need(arrived != 0 or all(q.group == 32 for q in quantised), "groups of 256 need counters")
     keys, threads, shared_bytes = _shape(dk, dv)
     need(Hv >= Hk, "value heads", found=Hv, needed=f"at least the {Hk} key heads")
-    q_scale = np.float32(1) / np.sqrt(np.float32(dk))
-    pointers = (conv, decay, beta, z, a, dt, norm, state_slot, y)
-    args = (
-        pointer(qkv),
-        pointer(w),
-        pointer(history_slot),
-        i32(taps),
-        *map(pointer, pointers),
-        i32(T),
-        i32(Hk),
-        i32(Hv),
-        i32(dk),
-        i32(dv),
-        i32(channels),
-        f32(eps),
-        q_scale,
-        *places_of(tuple(quantised)),
-        pointer(arrived),
-        pointer(error),
-        where,
-    )
-    return [launch(SOURCE, f"gdn_window<{keys}>", Hv, threads, *args, shared_bytes=shared_bytes)]
+    inputs = (qkv, w, history_slot)
+    rule = (conv, decay, beta, z, a, dt, norm, state_slot, y)
+    ends = (*places_of(tuple(quantised)), pointer(arrived), pointer(error), where)
+    numbers = (f32(eps), np.float32(1) / np.sqrt(np.float32(dk)))
+    pairs = Hv % 2 == 0 and arrived != 0
+    if T <= SPLIT_ROWS and pairs and (dk, dv, taps) == (SPLIT_HEAD, SPLIT_HEAD, SPLIT_TAPS):
+        counts = map(i32, (T, Hk, Hv, channels))
+        args = (*map(pointer, (*inputs, *rule)), *counts, *numbers, *ends)
+        return [launch(SOURCE, "gdn_split", 2 * Hv, SPLIT_THREADS, *args, shared_bytes=_split_bytes(T))]
+    if keys == KEYS_A_THREAD[0]:
+        counts = map(i32, (T, Hk, Hv, dk, dv, channels))
+        args = (*map(pointer, inputs), i32(taps), *map(pointer, rule), *counts, *numbers, *ends)
+        return [launch(SOURCE, f"gdn_window<{keys}>", Hv, threads, *args, shared_bytes=shared_bytes)]
+    before = np.uint64((int(where) - (1 << 48)) % (1 << 64))  # the convolution is the op before
+    apart = gdn_conv(qkv, conv, w, history_slot, T, channels, taps, False, error, before)
+    apart += gdn_heads(*rule, T, Hk, Hv, dk, dv, channels, False, eps, error, where)
+    return apart + [one for q in quantised for one in quantise(y, q, error, where)]
 
 
 def gdn_commit(

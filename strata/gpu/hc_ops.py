@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+from strata.base.geometry import WINDOW_ROWS
 from strata.base.program import Op
 from strata.gpu import hyper_connection
 from strata.gpu.activations import quantise, squeeze
 from strata.gpu.float_gemv import Branch, FloatMatrix, takes_branch
 from strata.gpu.lower import Lowering
-from strata.gpu.norm_down import fits, norm_down
+from strata.gpu.norm_down import MOST_STREAMS, fits, norm_down, norm_down_cluster
+from strata.gpu.weights import Matrix
 
 NORM_DOWN_ROWS = 2
 """Most rows of a window in which the norm is done by the product behind it; 0: never. Its blocks all norm every row, so
 what that costs grows with the rows, while the kernel that it saves costs the same for all."""
 
+CLUSTERED_ROWS = tuple(range(3, WINDOW_ROWS + 1))
+"""Rows of windows in which clusters of blocks do the same, each block for a quarter of the lanes, where the device has
+clusters and the matrices are BF16."""
+
+
+def _clustered(c: Lowering, streams: int, matrices: list[Matrix]) -> bool:
+    fit = streams == MOST_STREAMS and all(m.format.name == "BF16" for m in matrices)
+    return fit and c.T in CLUSTERED_ROWS and c.memory.clusters
+
 
 def _reads_normed(c: Lowering, norm: Op) -> bool:
     """Whether norm, product, squeeze and the next product follow each other in the shape that `norm_down` takes."""
     k, at, ops = norm.consts, c.index, c.program.ops
-    if not c.fuse or k["head"] or c.T > NORM_DOWN_ROWS or at + 3 >= len(ops):
+    if not c.fuse or k["head"] or c.T > WINDOW_ROWS or at + 3 >= len(ops):
         return False
     down, squeezed, up = ops[at + 1 : at + 4]
     if (down.kind, squeezed.kind, up.kind) != ("linear", "hc_squeeze", "linear"):
@@ -29,6 +40,8 @@ def _reads_normed(c: Lowering, norm: Op) -> bool:
     if not fits(k["C"], k["D"], down.consts["n"]):
         return False
     read = [c.weights.matrix(down.buffers[f"w{i}"]) for i in range(down.consts["n"])]
+    if c.T > NORM_DOWN_ROWS and not _clustered(c, k["C"], read):
+        return False
     following = c.weights.matrix(up.buffers["w0"])
     return not any(m.format.group for m in read) and takes_branch(following.format.name, following.columns)
 
@@ -61,8 +74,9 @@ def norm_with_product(c: Lowering, op: Op) -> None:
         for i, m in enumerate(matrices)
     ]
     c.squeezed_before = True
-    c.add(norm_down(x, c.vector(norm, "w"), c.at(norm, "y"), c.T, k["C"], k["D"], k["eps"], floats, c.error, where,
-                    c.where_next(), **more))  # fmt: skip
+    launcher = norm_down_cluster if _clustered(c, k["C"], matrices) else norm_down
+    c.add(launcher(x, c.vector(norm, "w"), c.at(norm, "y"), c.T, k["C"], k["D"], k["eps"], floats, c.error, where,
+                   c.where_next(), **more))  # fmt: skip
 
 
 def hc_add(c: Lowering, op: Op) -> None:

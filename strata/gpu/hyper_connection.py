@@ -8,7 +8,9 @@ from strata.base.errors import need
 from strata.gpu.activations import Activations, places_of
 from strata.gpu.launch import Launch, Source, f32, i32, launch, pointer
 
-SOURCE = Source("hyper_connection.cu", ("hc_norm<false>", "hc_norm<true>", "hc_add", "hc_mix"))
+SOURCE = Source("hyper_connection.cu", ("hc_norm<false>", "hc_norm<true>", "hc_add", "hc_mix", "hc_mix_four"))
+STREAMS = 4
+"""Streams that have a kernel of their own for the mix: those of releases."""
 
 
 def hc_norm(
@@ -42,7 +44,11 @@ def hc_mix(
     quantised: where u goes as activations as well, at most one of each group.
     """
     need(all((q.T, q.K) == (T, D) for q in quantised), "activations of u")
-    args = (pointer(normed), pointer(gate), pointer(u), i32(C), i32(D), pointer(inject), pointer(a),
+    four = C == STREAMS
+    shape = (i32(D),) if four else (i32(C), i32(D))
+    args = (pointer(normed), pointer(gate), pointer(u), *shape, pointer(inject), pointer(a),
             *places_of(quantised), pointer(error), where)  # fmt: skip
     need(C <= 256, "streams", found=C, needed="at most 256")
+    if four:
+        return [launch(SOURCE, "hc_mix_four", (-(-D // 256) + (inject != 0), T), 256, *args)]
     return [launch(SOURCE, "hc_mix", (-(-D // 256), T), 256, *args)]

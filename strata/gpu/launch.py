@@ -18,6 +18,9 @@ from strata.base.errors import BadArgument, need
 
 FOLDER = Path(__file__).resolve().parent
 
+CLUSTERS_FROM = 90
+"""First architecture whose blocks form clusters."""
+
 
 @dataclass(frozen=True)
 class Source:
@@ -44,6 +47,9 @@ class Launch:
                   differ; those of one branch keep their order, and what follows the fork waits for all of them
     aside         runs when what is in front of it in its branch has ended; nothing waits for it
     gathers       but this: a launch outside of forks that waits for all launches aside
+    ahead         such launches run one behind the other, beside all others, from where the first of them stands
+    meets         a launch outside of forks that waits for all launches ahead
+    cluster       blocks of a cluster, as the kernel has it (cluster.cuh), or 1; from sm_90 on (CLUSTERS_FROM)
     """
 
     source: Source
@@ -56,7 +62,10 @@ class Launch:
     branch: int = 0
     aside: bool = False
     gathers: bool = False
+    ahead: bool = False
+    meets: bool = False
     ring_bytes: int = 0
+    cluster: int = 1
 
     def __post_init__(self) -> None:
         need(self.kernel in self.source.instances, f"{self.source.file} has no instance {self.kernel}",

@@ -59,6 +59,7 @@ class Lowering:
         self.scored_index = -1  # number of a qsa_select whose scores that qsa_append has made
         self.routed_index = -1  # number of a router that the product before it has done
         self._fork, self._branch, self._held = 0, -1, False
+        self._ahead = False
         self.squeezed_before = False  # the product before an hc_squeeze has done it
 
     def run(self, table: dict[str, Callable[[Lowering, Op], None]]) -> Lowering:
@@ -103,14 +104,16 @@ class Lowering:
 
     def add(self, launches: list[Launch], aside: bool = False) -> None:
         """Add launches of the op; aside: nothing waits for them but a launch that `gathers`."""
-        if self._branch >= 0:
+        if self._ahead:
+            launches = [replace(one, ahead=True) for one in launches]
+        elif self._branch >= 0:
             launches = [replace(one, fork=self._fork, branch=self._branch, aside=aside) for one in launches]
         self.launches += launches
         self.op_of_launch += [self.index] * len(launches)
 
     def branch(self) -> None:
         """What is added from here on may run beside what the last call's branch adds, until `join`."""
-        if not self.fuse or self._held:
+        if not self.fuse or self._held or self._ahead:
             return
         if self._branch < 0:
             self._fork += 1
@@ -130,6 +133,16 @@ class Lowering:
         """Whether a branch was held; it goes on until the next call of `branch`."""
         held, self._held = self._held, False
         return held
+
+    def go_ahead(self) -> None:
+        """What ops add from here on runs ahead, until `meet`: they need nothing but what the host gives."""
+        assert self._branch < 0, "what runs ahead is in no branch"
+        self._ahead = self.fuse
+
+    def meet(self, launches: list[Launch]) -> list[Launch]:
+        """Launches of an op, the first of which waits for those ahead."""
+        ahead, self._ahead = self._ahead, False
+        return [replace(launches[0], meets=True), *launches[1:]] if ahead else launches
 
     # ---- activations
 
@@ -183,9 +196,11 @@ class Lowering:
     # ---- results
 
     def graph_launches(self, host_inbox: int, out_words: tuple[int, int, int]) -> list[Launch]:
-        """All launches between the inbox and the outbox. out_words: device address, host address, bytes."""
+        """All launches between the inbox and the outbox, those ahead first. out_words: device address, host address,
+        bytes."""
         first = mailbox.inbox(host_inbox, self.memory.address("inbox"), self.memory.inbox_bytes, self.error)
-        return [*first, *self.launches, *mailbox.outbox(*out_words)]
+        ahead, others = ([one for one in self.launches if one.ahead is which] for which in (True, False))
+        return [*first, *ahead, *others, *mailbox.outbox(*out_words)]
 
     def launches_of(self, index: int) -> list[Launch]:
         """Launches of op number `index`, for checks."""

@@ -70,6 +70,7 @@ class Memory:
                 self.inbox_bytes += -(-b.n_bytes // 8) * 8
         assert self.inbox_bytes <= MOST_INBOX_BYTES
         self.measuring = True
+        self.clusters = False  # whether the device has clusters of blocks; no size depends on it
         self.outbox_bytes = OUTBOX_BYTES
         self.private_bytes: dict[str, int] = {}
         self._tables: dict[str, int] = {}
@@ -99,7 +100,7 @@ class Memory:
 
     def allocate(self, device: Device) -> None:
         """End measuring: take the memory, and make addresses real."""
-        self.measuring = False
+        self.measuring, self.clusters = False, device.clusters
         for name, n_bytes in self.private_bytes.items():
             self._place("private " + name, n_bytes)
         self._base = device.alloc(self.n_bytes) - MADE_UP

@@ -6,10 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from strata.base.errors import need
 from strata.gpu.gated_delta import history_commit
 from strata.gpu.launch import Launch, Source, f32, i32, launch, pointer
 
-SOURCE = Source("ngram_mix.cu", ("ngram_wait", "ngram_gate", "ngram_conv"))
+SOURCE = Source("ngram_mix.cu", ("ngram_wait", "ngram_gate", "ngram_gate_near", "ngram_conv"))
+NEAR_VALUES = range(256, 2561)
+"""Values of a stream whose gate is computed from registers; others are read again for every sum."""
+WAIT_BLOCK_VALUES = 4 * 256 * 4
+"""Values that a block copies: all its reads are on their way at once."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +30,14 @@ class NgramWeights:
 def ngram_wait(
     ticket: int, staged: int, rows: int, n: int, limit_ns: int, error: int, where: np.uint64
 ) -> list[Launch]:
-    """Copy n float32 from the host's staging buffer once ticket (wanted, done) says that they are there."""
+    """Copy n float32 from the host's staging buffer once ticket (wanted, done) says that they are there.
+
+    n: a multiple of 4. staged and rows: addresses of whole 16 bytes.
+    """
+    need(n > 0 and n % 4 == 0 and staged % 16 == 0 and rows % 16 == 0, "n-gram rows to copy",
+         found=(n, staged % 16, rows % 16), needed="whole pieces of 16 bytes")  # fmt: skip
     args = (pointer(ticket), pointer(staged), pointer(rows), i32(n), np.uint64(limit_ns), pointer(error), where)
-    return [launch(SOURCE, "ngram_wait", 1, 1024, *args)]
+    return [launch(SOURCE, "ngram_wait", -(-n // WAIT_BLOCK_VALUES), 256, *args)]
 
 
 def ngram_mix(
@@ -57,7 +67,7 @@ def ngram_mix(
     conv = (pointer(x), pointer(value), pointer(conv_rows), pointer(gates), pointer(w.conv), pointer(history_slot),
             i32(C), i32(D), i32(taps), i32(dilation), pointer(error), where)  # fmt: skip
     out = [
-        launch(SOURCE, "ngram_gate", (C, T), 256, *gate),
+        launch(SOURCE, "ngram_gate_near" if D in NEAR_VALUES else "ngram_gate", (C, T), 256, *gate),
         launch(SOURCE, "ngram_conv", (-(-C * D // 256), T), 256, *conv),
     ]
     if whole_chunk:

@@ -21,6 +21,8 @@ from strata.gpu.weights import Matrix
 
 MIXED_ROWS = 8
 """Most rows for which matrices of different formats that share their input are one launch; 0: never."""
+NGRAM_AHEAD = True
+"""Whether a window waits for its n-gram rows, and multiplies them, beside the layers before the n-gram block."""
 NGRAM_LIMIT_NS = 30_000_000_000
 """How long a window waits for its n-gram rows: far above any disk that still works."""
 
@@ -277,6 +279,8 @@ def router(c: Lowering, op: Op, logits_of: LogitsOf = logits_of) -> None:
 def _ngram_wait(c: Lowering, op: Op) -> None:
     ticket, staged = c.memory.address("ngram.ticket"), c.memory.address("ngram.staged")
     n = c.T * int(np.prod(c.memory.buffer("ngram.rows").shape[1:]))
+    if NGRAM_AHEAD:
+        c.go_ahead()
     c.add(ngram_mix.ngram_wait(ticket, staged, c.memory.address("ngram.rows"), n, NGRAM_LIMIT_NS, c.error, c.where(op)))
 
 
@@ -285,9 +289,9 @@ def _ngram_mix(c: Lowering, op: Op) -> None:
     w = ngram_mix.NgramWeights(*(c.vector(op, n) for n in ("norm_key", "norm_query", "norm_conv")),
                                c.vector(op, "conv", transposed=True))  # fmt: skip
     gates = c.scratch("ngram.gates", 4 * c.T * k["C"])
-    c.add(ngram_mix.ngram_mix(c.at(op, "x"), c.at(op, "key"), c.at(op, "value"), w, c.slot(op, "history"),
-                              c.at(op, "conv_rows"), gates, 0, c.T, k["C"], k["D"], k["taps"], k["dilation"], k["eps"],
-                              c.error, c.where(op)))  # fmt: skip
+    c.add(c.meet(ngram_mix.ngram_mix(c.at(op, "x"), c.at(op, "key"), c.at(op, "value"), w, c.slot(op, "history"),
+                                     c.at(op, "conv_rows"), gates, 0, c.T, k["C"], k["D"], k["taps"], k["dilation"],
+                                     k["eps"], c.error, c.where(op))))  # fmt: skip
 
 
 LOWERING: dict[str, Callable[[Lowering, Op], None]] = {

@@ -15,7 +15,7 @@ struct Scored {
     static const int N = PAIRS <= 4 ? 4 : PAIRS <= 8 ? 8 : PAIRS <= 16 ? 16 : 32;
 };
 
-// Grid: (tiles, KV head * splits, row). A block serves up to G query heads of one KV head. parts: per (row, query head,
+// Grid: (KV head * splits, row, tile). A block serves up to G query heads of one KV head. parts: per (row, query head,
 // tile) dh values of o; behind them m and l of each. Shared: G queries, G x 64 scores. Threads beyond dh idle in the last phase.
 template <int G>
 STARTS_EARLY KERNEL(THREADS) qsa_tiles(const float *q, const i64 *pos, const void *const *k_slot, const u16 *const *k_scales_slot,
@@ -26,12 +26,12 @@ STARTS_EARLY KERNEL(THREADS) qsa_tiles(const float *q, const i64 *pos, const voi
     __shared__ i64 cells[TILE];
     const int ENTRIES = Scored<G>::ENTRIES, PAIRS = Scored<G>::PAIRS, N = Scored<G>::N;
     float *query = (float *)bytes, *p = query + G * dh;
-    int row = blockIdx.z, kv = blockIdx.y / splits, split = blockIdx.y % splits, group = H / Hkv;
+    int row = blockIdx.y, kv = blockIdx.x / splits, split = blockIdx.x % splits, group = H / Hkv, tile = blockIdx.z;
     int low = split * group / splits, heads = (split + 1) * group / splits - low, head0 = kv * group + low;
     let_next_start();
     wait_for_inputs();
     List list = list_of(*pos + row + 1, blocks + (size_t)row * budget, block, budget, first);
-    int t = threadIdx.x, lane = t & 31, warp = t >> 5, base = blockIdx.x * TILE;
+    int t = threadIdx.x, lane = t & 31, warp = t >> 5, base = tile * TILE;
     if (base >= list.entries) return;
     int width = list.entries - base < TILE ? list.entries - base : TILE;
     if (t < TILE) cells[t] = (t < width ? list.cell(base + t) : list.cell(base)) * Hkv + kv;
@@ -69,8 +69,8 @@ STARTS_EARLY KERNEL(THREADS) qsa_tiles(const float *q, const i64 *pos, const voi
     }
     if (!fine) report(error, where, NOT_FINITE, row);
     __syncthreads();
-    float2 *stats = (float2 *)(parts + (size_t)gridDim.z * H * most_tiles * dh);
-    softmax_tile<THREADS>(p, heads, width, lane, warp, stats, (size_t)row * H + head0, most_tiles);
+    float2 *stats = (float2 *)(parts + (size_t)gridDim.y * H * most_tiles * dh);
+    softmax_tile<THREADS>(p, heads, width, lane, warp, stats, (size_t)row * H + head0, most_tiles, tile);
     __syncthreads();
     for (int i = t; i < dh; i += THREADS) {
         float o[G];
@@ -84,7 +84,7 @@ STARTS_EARLY KERNEL(THREADS) qsa_tiles(const float *q, const i64 *pos, const voi
         }
 #pragma unroll
         for (int h = 0; h < G; h++)
-            if (h < heads) parts[(((size_t)row * H + head0 + h) * most_tiles + blockIdx.x) * dh + i] = o[h];
+            if (h < heads) parts[(((size_t)row * H + head0 + h) * most_tiles + tile) * dh + i] = o[h];
     }
 }
 
@@ -93,10 +93,17 @@ STARTS_EARLY KERNEL(THREADS) qsa_tiles(const float *q, const i64 *pos, const voi
 //
 // How a tile changes what was merged before depends on maxima alone: a warp finds those factors for AT_ONCE tiles, whose
 // values are on their way meanwhile, and every thread then adds its value up in order. All is asked for before it is
-// known how many tiles there are: the scratch holds most_tiles of them.
+// known how many tiles there are: the scratch holds most_tiles of them. A position that was looked at early says how many are
+// likely; others would come from memory, as nobody has touched them for long. If there are more, they are asked for again.
 #define AT_ONCE 32
+#ifdef STRATA_ON_CPU
+#define CHECKS_PEEK 1  // it gives 0 there: what is likely is too few
+#else
+#define CHECKS_PEEK 0
+#endif
 
-STARTS_EARLY KERNEL(THREADS) qsa_merge(const float *parts, const float *q_gate, float *y, const i64 *pos, const i64 *first,
+STARTS_EARLY __global__ void __launch_bounds__(THREADS, 2)
+qsa_merge(const float *parts, const float *q_gate, float *y, const i64 *pos, const i64 *first,
                                        int H, int dh, int block, int budget, int most_tiles, i8 *codes32, float *scales32,
                                        int *sums32, i8 *codes256, float *scales256, int *sums256, u64 *error, u64 where) {
     __shared__ float4 factors[AT_ONCE];  // of what was merged before, of the tile; the tile's sum
@@ -106,6 +113,11 @@ STARTS_EARLY KERNEL(THREADS) qsa_merge(const float *parts, const float *q_gate, 
     const float2 *stats = (const float2 *)(parts + (size_t)gridDim.y * H * most_tiles * dh) + at * most_tiles;
     bool fine = true;
     let_next_start();
+    int likely = most_tiles;
+    if ((CAN_START_EARLY || CHECKS_PEEK) && block) {
+        int n = peek((const int *)pos) + row + 1;
+        likely = max(1, min(most_tiles, (list_of(n > 0 ? n : 1, nullptr, block, budget, nullptr).entries + TILE - 1) / TILE));
+    }
     wait_for_inputs();
     i64 seen = *pos + row + 1;
     for (int from = 0; from < dh; from += THREADS) {
@@ -113,15 +125,21 @@ STARTS_EARLY KERNEL(THREADS) qsa_merge(const float *parts, const float *q_gate, 
         float2 merged = stats[0];
         float o = 0.f, gate = 0.f;
         for (int k0 = 1; k0 == 1 || k0 < tiles; k0 += AT_ONCE) {
-            float2 stat = make_float2(0.f, 0.f);
-            if (t < 32 && k0 + lane < most_tiles) stat = stats[k0 + lane];
-            if (k0 == 1 && i < dh) o = part[i], gate = q_gate[(at * 2 + 1) * dh + i];
+            float2 stat;
             float value[AT_ONCE];
-            const float *next = part + (size_t)k0 * dh + i;
-            int there = i < dh ? most_tiles - k0 : 0;
+            if (k0 == 1 && i < dh) o = part[i], gate = q_gate[(at * 2 + 1) * dh + i];
+#pragma unroll 1
+            for (bool enough = false; !enough;) {
+                stat = make_float2(0.f, 0.f);
+                if (t < 32 && k0 + lane < likely) stat = stats[k0 + lane];
+                const float *next = part + (size_t)k0 * dh + i;
+                int there = i < dh ? likely - k0 : 0;
 #pragma unroll
-            for (int k = 0; k < AT_ONCE; k++, next += dh) value[k] = k < there ? *next : 0.f;
-            if (k0 == 1) tiles = (list_of(seen, nullptr, block, budget, first).entries + TILE - 1) / TILE;
+                for (int k = 0; k < AT_ONCE; k++, next += dh) value[k] = k < there ? *next : 0.f;
+                if (k0 == 1) tiles = (list_of(seen, nullptr, block, budget, first).entries + TILE - 1) / TILE;
+                enough = tiles <= likely;
+                if (!enough) likely = most_tiles;
+            }
             int n = tiles - k0 < AT_ONCE ? tiles - k0 : AT_ONCE;
             if (t < 32) {
                 float top = merged.x, mine = lane < n ? stat.x : top, m = mine;

@@ -85,7 +85,7 @@ def attend_rows(
     args = (pointer(q), pointer(position), pointer(cells.k), pointer(cells.k_scales), pointer(cells.v),
             pointer(cells.v_scales), pointer(blocks), pointer(first), pointer(parts), i32(H), i32(Hkv))  # fmt: skip
     rest = (i32(block), i32(budget), i32(splits), i32(tiles), scale, pointer(error), where)
-    grid, queries_bytes = (tiles, Hkv * splits, rows), 4 * heads * (dh + TILE)
+    grid, queries_bytes = (Hkv * splits, rows, tiles), 4 * heads * (dh + TILE)
     if full:
         int8 = cells.k_scales != 0
         kernel = f"qsa_tiles_256<{heads}, {'true' if int8 else 'false'}>"

@@ -6,9 +6,10 @@
 #define TILE 64
 
 // Scores p (heads, 64) of `width` cells become exp(score - top), zero behind them. The largest score and the sum of the
-// terms of head h go to stats[(first + h) * most_tiles + blockIdx.x]. For blocks of N_THREADS, between two barriers.
+// terms of head h go to stats[(first + h) * most_tiles + tile]. For blocks of N_THREADS, between two barriers.
 template <int N_THREADS>
-DEVICE void softmax_tile(float *p, int heads, int width, int lane, int warp, float2 *stats, size_t first, int most_tiles) {
+DEVICE void softmax_tile(float *p, int heads, int width, int lane, int warp, float2 *stats, size_t first, int most_tiles,
+                         int tile) {
     for (int h = warp; h < heads; h += N_THREADS / 32) {
         float a = lane < width ? p[h * TILE + lane] : 0.f, b = lane + 32 < width ? p[h * TILE + lane + 32] : 0.f;
         float top = __shfl_sync(ALL_LANES, a, 0);  // not read from p by all lanes: lane 0 writes there soon
@@ -21,6 +22,6 @@ DEVICE void softmax_tile(float *p, int heads, int width, int lane, int warp, flo
         p[h * TILE + lane] = a;
         p[h * TILE + lane + 32] = b;
         float l = warp_tree(add32(a, b));
-        if (lane == 0) stats[(first + h) * most_tiles + blockIdx.x] = make_float2(top, l);
+        if (lane == 0) stats[(first + h) * most_tiles + tile] = make_float2(top, l);
     }
 }

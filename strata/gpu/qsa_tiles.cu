@@ -1,7 +1,8 @@
 // Sparse attention, third part, for heads of 256 values: tiles of 64 cells with the bits of qsa_attend.cu.
 //
 // All of a tile's K and V are on their way at once: K in registers, V in shared memory. Eight threads share two cells, and
-// take three or four heads at a time; then 64 threads have the 256 outputs of some heads, four each.
+// take three or four heads at a time; then 64 threads have the 256 outputs of some heads, four each, or 128 those of few heads,
+// two each.
 #include "early.cuh"
 #include "head_sums.cuh"
 #include "kv_cells.cuh"
@@ -45,7 +46,9 @@ struct Four<true> {
     DEVICE void values(u32 step, float (&x)[4]) const { four_of(decoded(word, step), x); }
 };
 
-// Grid: (tiles, KV head * splits, row). A block serves up to G query heads of one KV head. parts: per (row, query head,
+// Grid: (KV head * splits, row, tile): tiles behind the end of a list are the last blocks, so that those with work spread over
+// all processors. With tiles in front they met on half of them, as the lists of neighbouring blocks end at the same tile.
+// A block serves up to G query heads of one KV head. parts: per (row, query head,
 // tile) 256 values of o; behind them m and l of each. Shared: V cells as float16 and
 // their scales, G queries, G x 64 scores.
 template <int G, bool INT8>
@@ -66,9 +69,9 @@ STARTS_EARLY __global__ void __launch_bounds__(THREADS, 2)
         k_scales = (const u16 *)__ldg((const u64 *)k_scales_slot);
         v_scales = (const u16 *)__ldg((const u64 *)v_scales_slot);
     }
-    int row = blockIdx.z, kv = blockIdx.y / splits, split = blockIdx.y % splits, group = H / Hkv;
+    int row = blockIdx.y, kv = blockIdx.x / splits, split = blockIdx.x % splits, group = H / Hkv, tile = blockIdx.z;
     int low = split * group / splits, heads = (split + 1) * group / splits - low, head0 = kv * group + low;
-    int t = threadIdx.x, lane = t & 31, warp = t >> 5, c = t & 7, base = blockIdx.x * TILE;
+    int t = threadIdx.x, lane = t & 31, warp = t >> 5, c = t & 7, base = tile * TILE;
     let_next_start();
     wait_for_inputs();
     // Queries and the place on the list of blocks do not depend on the position: all are asked for together.
@@ -166,24 +169,29 @@ STARTS_EARLY __global__ void __launch_bounds__(THREADS, 2)
             int unit = n * THREADS + t;
             widen(codes[n], steps[unit / (SCALE_GROUP / 16)], (uint4 *)values + 2 * unit);
         }
-    float2 *stats = (float2 *)(parts + (size_t)gridDim.z * H * most_tiles * DH);
-    softmax_tile<THREADS>(p, heads, width, lane, warp, stats, (size_t)row * H + head0, most_tiles);
+    float2 *stats = (float2 *)(parts + (size_t)gridDim.y * H * most_tiles * DH);
+    softmax_tile<THREADS>(p, heads, width, lane, warp, stats, (size_t)row * H + head0, most_tiles, tile);
     __syncthreads();
-    const int OWN = G > 3 ? G / 2 : G;  // heads of 64 threads
-    int mine0 = t / (DH / 4) * OWN, d = t % (DH / 4);
+    const int OWN = G > 3 ? G / 2 : G, EACH = G > 3 ? 4 : 2;  // heads of a thread, and neighbouring values of each
+    int mine0 = t / (DH / EACH) * OWN, d = t % (DH / EACH);
     if (mine0 >= heads) return;
-    float o[OWN][4];
+    float o[OWN][EACH];
 #pragma unroll
     for (int h = 0; h < OWN; h++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) o[h][i] = 0.f;
+        for (int i = 0; i < EACH; i++) o[h][i] = 0.f;
     auto add = [&](int entry, const float (&weights)[OWN]) {
         float x[4];
-        four_of(((const uint2 *)values)[entry * (DH / 4) + d], x);
+        if (EACH == 4) {
+            four_of(((const uint2 *)values)[entry * (DH / 4) + d], x);
+        } else {
+            u32 pair = ((const u32 *)values)[entry * (DH / 2) + d];
+            x[0] = half_f32((u16)pair), x[1] = half_f32((u16)(pair >> 16));
+        }
 #pragma unroll
         for (int h = 0; h < OWN; h++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) o[h][i] = fma32(weights[h], x[i], o[h][i]);
+            for (int i = 0; i < EACH; i++) o[h][i] = fma32(weights[h], x[i], o[h][i]);
     };
     int whole = width & ~3;
 #pragma unroll 4
@@ -205,7 +213,9 @@ STARTS_EARLY __global__ void __launch_bounds__(THREADS, 2)
     }
 #pragma unroll
     for (int h = 0; h < OWN; h++)
-        if (mine0 + h < heads)
-            ((float4 *)(parts + (((size_t)row * H + head0 + mine0 + h) * most_tiles + blockIdx.x) * DH))[d] =
-                float4{o[h][0], o[h][1], o[h][2], o[h][3]};
+        if (mine0 + h < heads) {
+            float *to = parts + (((size_t)row * H + head0 + mine0 + h) * most_tiles + tile) * DH + EACH * d;
+            if (EACH == 4) *(float4 *)to = float4{o[h][0], o[h][1], o[h][EACH - 2], o[h][EACH - 1]};
+            else *(float2 *)to = make_float2(o[h][0], o[h][1]);
+        }
 }

@@ -12,17 +12,6 @@
 #define STEPS 10      // of 256 values of a row
 #define MOST_EACH 16  // experts of a lane
 
-// A word of the weights. A load through the read-only path would sink below the wait.
-DEVICE u32 load_ahead(const u8 *p) {
-#if CAN_START_EARLY
-    u32 v;
-    asm volatile("ld.relaxed.gpu.global.u32 %0,[%1];" : "=r"(v) : "l"(p));
-    return v;
-#else
-    return load_once((const u32 *)p);
-#endif
-}
-
 // Matrices in BF16: w0 (E, D), the router, and w1 (n1, D), which may be missing. x (n_x, D), y0 (n_x, E), y1 (n_x, n1). D >= 256.
 // The choice is made from `logits` (n_x, E), which are y0 but for replays. arrived: 0, and again 0 afterwards.
 // T: at least n_x, and a power of two. Grid: rows / 4.

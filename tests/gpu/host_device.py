@@ -51,6 +51,7 @@ class HostDevice:
     """
 
     name = "shim"
+    clusters = True
 
     def __init__(
         self,

@@ -129,10 +129,13 @@ def run(launch: Launch, *, reverse: bool = False, races: bool = WATCH_RACES) -> 
     assert list(sizes[:n]) == given, f"{launch.kernel} takes arguments of {list(sizes[:n])} bytes, got {given}"
     values = [np.array([a]) for a in launch.args]
     args = (ctypes.c_void_p * n)(*[v.ctypes.data for v in values])
-    grid, block = (ctypes.c_int * 3)(*launch.grid), (ctypes.c_int * 3)(*launch.block)
+    cluster = launch.cluster  # one block here, with the threads and the shared memory of all
+    assert launch.grid[0] % cluster == 0, f"{launch.kernel}: {launch.grid[0]} blocks are no whole clusters"
+    grid = (ctypes.c_int * 3)(launch.grid[0] // cluster, *launch.grid[1:])
+    block = (ctypes.c_int * 3)(launch.block[0] * cluster, *launch.block[1:])
     function = getattr(lib, f"launch_{i}")
     function.restype = ctypes.c_bool
-    fine = function(args, grid, block, launch.shared_bytes, reverse)
+    fine = function(args, grid, block, launch.shared_bytes * cluster, reverse)
     assert fine, f"{launch.kernel}: {_with_line(lib.message().decode(), lib._name)}"
 
 
@@ -187,6 +190,12 @@ class Mirrors:
 @cache
 def mirrors() -> Mirrors:
     return Mirrors()
+
+
+def needs_clusters() -> None:
+    """Skips a test on a device that has no clusters of blocks."""
+    if ON_DEVICE and not mirrors().device.clusters:
+        pytest.skip("the device has no clusters of blocks")
 
 
 def address(array: np.ndarray | Slot | None) -> int:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from strata.gpu_speed import GpuSpeed, WindowSpeed
     from strata.synth import SynthSpec
 
-ROUTINGS = ("replay", "uniform")
+ROUTINGS = ("replay", "uniform", "same")
 REPLAYED_TOKENS = 1024
 DISTINCT_PIECES = 8
 """Of every tensor of experts of a made model: 64 MiB drawn, then repeated, so that a model is ready in seconds."""
@@ -57,7 +57,12 @@ def command(
     ] = "",
     vocabulary: Annotated[int, typer.Option(help="Tokens of its vocabulary.")] = 248_320,
     threads: Annotated[int | None, typer.Option(help="Threads that make it; default: one per core.")] = None,
-    routing: Annotated[str, typer.Option(help="Experts asked for: replay (skewed, local) or uniform.")] = "replay",
+    routing: Annotated[
+        str,
+        typer.Option(
+            help="Experts asked for: replay (skewed, local), uniform, or same (eight tokens in a row want the same)."
+        ),
+    ] = "replay",
     rows: Annotated[str, typer.Option(help="Rows of the windows.")] = "1,2,4,8",
     position: Annotated[int, typer.Option(help="Tokens that the session has read.")] = 1024,
     context: Annotated[int, typer.Option(help="Cells of the session.")] = 4096,
@@ -115,7 +120,7 @@ def command(
                               distinct_pieces=DISTINCT_PIECES, dense=dense)  # fmt: skip
     if model is not None:
         model = find_model(model)
-    elif routing == "replay":
+    elif routing != "uniform":
         spec.need_replayable()
     report: dict[str, Any] = {"command": " ".join(["strata", *sys.argv[1:]]), "card": asdict(other)}
     device = required_device("a measurement of a GPU's speed")  # before a model is made, which takes minutes
@@ -157,14 +162,14 @@ def _opened(
 ) -> Iterator[tuple[GpuBackend, np.ndarray, dict[str, Any]]]:
     """The loaded backend, the table of replayed experts, and what is reported of both."""
     from strata.gpu_speed import open_backend
-    from strata.replay import routing_facts, skewed_ids, uniform_ids
+    from strata.replay import routing_facts, same_ids, skewed_ids, uniform_ids
 
     began = time.perf_counter()
     with contextlib.ExitStack() as stack:
         with working("loading"):
             backend = stack.enter_context(open_backend(path, context, kv, device, by_table))
         load_s, g = time.perf_counter() - began, backend.geometry
-        make = skewed_ids if routing == "replay" else uniform_ids
+        make = {"replay": skewed_ids, "uniform": uniform_ids, "same": same_ids}[routing]
         table = make(REPLAYED_TOKENS, g.L, g.E, g.K, seed)
         facts = {"kind": routing, **asdict(routing_facts(table, g.E))}
         yield backend, table, {"load_s": round(load_s, 2), "by_table": by_table, "routing": facts}

@@ -17,48 +17,57 @@ import numpy as np
 from strata import gpu_speed
 from strata.base.errors import BadArgument
 from strata.base.geometry import WINDOW_ROWS
-from strata.gpu import early_launch, experts_op, gemv, hc_ops, ops, qsa_append, route
+from strata.gpu import early_launch, experts_op, float_gemv, gemv, hc_ops, ops, qsa_append, route
 from strata.gpu.backend import GpuBackend
 from strata.gpu_speed import Effort, replayed, window_us
 
 PLACES = {
     "norm": (hc_ops, "NORM_DOWN_ROWS"),
+    "clusters": (hc_ops, "CLUSTERED_ROWS"),
+    "tiles": (float_gemv, "TILED_FROM"),
     "mixed": (ops, "MIXED_ROWS"),
     "early": (early_launch, "START_EARLY"),
-    "tensor": (gemv, "MMA_FROM"),
-    "shared out": (gemv, "MMA_SPLIT_FROM"),
+    "shared out": (gemv, "HALF_SPLIT_FROM"),
     "scores": (qsa_append, "SCORED_ROWS"),
     "rings": (gemv, "RING_ROWS"),
     "combine": (experts_op, "COMBINED_ROWS"),
     "router": (route, "ROUTED_ROWS"),
+    "ahead": (ops, "NGRAM_AHEAD"),
+    "alone": (gemv, "ALONE_ROWS"),
     "short": (gemv, "SHORT_COLUMNS"),
     "pairs of one": (gemv, "SHORT_PAIRS_OF_ONE"),
     "pairs": (gemv, "SHORT_PAIRS"),
+    "half": (gemv, "HALF_FROM"),
 }
 """Constants of the lowering that choices set."""
 CHOICES: dict[str, dict[str, Any]] = {
     "as it is": {},
-    "norms alone": {"norm": 0},
-    "norms in products, all rows": {"norm": 8},
+    "norms alone": {"norm": 0, "clusters": ()},
+    "norms in products, all rows": {"norm": 8, "clusters": ()},
+    "hyper-connections: before": {"clusters": (), "tiles": 99},
+    "hyper-connections: no clusters": {"clusters": ()},
+    "hyper-connections: up row by row": {"tiles": 99},
     "products in branches": {"mixed": 0},
     "products apart without rings": {"mixed": 0, "rings": 65536},
     "scores of blocks apart": {"scores": 0},
+    "n-gram rows in line": {"ahead": False},
     "combine apart": {"combine": 0},
     "router apart": {"router": ()},
     "router in its product, all rows": {"router": tuple(range(1, WINDOW_ROWS + 1))},
+    "experts: every entry alone": {"alone": tuple(range(2, WINDOW_ROWS + 1))},
+    "experts: entries together": {"alone": ()},
+    "tensor cores: few rows as before": {"shared out": 99},
     "short rows: never": {"short": 0},
     "short rows: blocks of twice as many": {"pairs of one": 8, "pairs": 16},
     "short rows: blocks of three times as many": {"pairs of one": 12, "pairs": 24},
-    "tensor cores: nowhere": {"tensor": 99, "shared out": 99},
-    "tensor cores: experts from 2 rows": {"tensor": 2},
-    "tensor cores: no experts": {"tensor": 99},
+    "half: never": {"half": 99},
     "early: off": {"early": early_launch.OFF},
     "early: main chain": {"early": early_launch.MAIN_CHAIN},
     "early: side chains too": {"early": early_launch.CHAINS},
     "early: behind forks too": {"early": early_launch.FORKS},
     "early: behind joins too": {"early": early_launch.JOINS},
-    "early: joins, norms alone": {"early": early_launch.JOINS, "norm": 0},
-    "all off": {"norm": 0, "mixed": 0, "early": early_launch.OFF},
+    "early: joins, norms alone": {"early": early_launch.JOINS, "norm": 0, "clusters": ()},
+    "all off": {"norm": 0, "clusters": (), "mixed": 0, "early": early_launch.OFF},
 }
 LEVELS = {name: values["early"] for name, values in CHOICES.items() if tuple(values) == ("early",)}
 """Where kernels start early, "off" first."""

@@ -6,13 +6,15 @@ the experts that a window's entries want, gate and up together with what follows
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from strata.base.arithmetic import COMBINE_TERMS
 from strata.base.errors import need
 from strata.gpu.activations import Activations
+from strata.gpu.gemv.half import half_bytes, half_rows, with_rings
+from strata.gpu.gemv.half_split import half_split
 from strata.gpu.gemv.huge import HUGE, HUGE_COLUMNS, HUGE_ROWS, huge
 from strata.gpu.launch import Launch, Source, i32, i64, launch, pointer
 from strata.gpu.relayout import LAYOUTS, ROWS, relayout, relayout_bytes, restore
@@ -41,18 +43,17 @@ WITH_MINIMA = ("Q4_K", "Q5_K")
 SPLIT_ROWS = 8
 SPLIT_MOST_ROWS = 6144
 """Up to here it is faster when the warps of a block share out the rows; above, eight rows a warp."""
-MMA_UNITS = {"Q4_K": 256, "IQ4_NL": 128}
-"""Formats whose products of two columns and more have a kernel for tensor cores; a row is a multiple of that."""
-MMA_FROM = 7
-"""Fewest rows of a window for it: with four it is 5 % slower than dp4a, with eight 5 % faster, between not timed."""
-MMA_MOST = 5120
-"""Most values of a row: four columns must fit beside what is on its way."""
-MMA_TILES = 2
-"""Tiles of 16 rows of an expert that a warp of it takes."""
-MMA_SPLIT_FROM, MMA_SPLIT_VALUES = 3, 4096
-"""Fewest columns and values of a row for tensor cores where warps share out the chunks."""
-MMA_TERMS, MMA_RINGS = 8 * (8 * 32 * 16 + 4 * 32 * 8 + 64), 8 * 3 * (4 * 576 + 16)
-"""Shared memory of a block whose warps share out the chunks: terms of a round, and what is on its way."""
+HALF_FROM = 3
+"""Fewest columns of a dense matrix in Q4_K or Q5_K for tensor cores in float16."""
+HALF_LEAST_ROWS = 2048
+"""Fewer rows are shared out to the warps of a block."""
+HALF_MOST, HALF_Q5_MOST = 5120, 4608
+"""Most values of a row in Q4_K and in Q5_K (0: never) for that: four columns must fit beside what is on its way."""
+ALONE_ROWS = (2, 5, 6, 7, 8)
+"""Windows of so many rows whose products of experts are those of every entry by itself, where they have been measured:
+L2 serves who comes second. Three and four rows that want the same experts gain more by reading them once."""
+HALF_SPLIT_FROM, HALF_SPLIT_VALUES = 3, 4096
+"""Fewest columns and values of a row in Q4_K for those where warps share out the chunks (half_split.py)."""
 SPLIT_COLUMNS, SPLIT_STEPS = 4, 8
 """Most columns of it, and steps of a row that a round holds."""
 SPLIT_FEW_ROWS, SPLIT_WARPS = 2048, 5
@@ -83,8 +84,7 @@ Q8_0 = _source("q8_0", "Q8_0")
 Q2_0 = _source("q2_0", "Q2_0")
 K_QUANTS = _source("k", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 IQ4_XS = _source("iq4_xs", "IQ4_XS")
-MMA = Source("gemv/mma_rows.cu", ("mma_rows<Q4_K>", "mma_rows<IQ4_NL>"))
-MMA_SPLIT = Source("gemv/mma_split.cu", ("mma_split<Q4_K>",))
+GATE_UP = Source("gemv/gate_up.cu", ("gate_up",))
 SHORT = Source(
     "gemv/short_rows.cu", tuple(f"short_rows<{f}, {K}, {M}>" for f, K in SHORT_ROWS.items() for M in COLUMNS)
 )
@@ -150,9 +150,15 @@ def column_bytes(K: int, group: int) -> int:
     return -(-(K + K // 4 + 4 * K // group) // 16) * 16
 
 
-def mma_bytes(K: int) -> int:
-    """Shared memory of a block: four stages of four row blocks for each of four warps, four columns (mma_rows.cuh)."""
-    return 4 * (4 * 4 * 576 + 4 * 16) + 4 * 4 * ((-(-K // 256) * 72 + 15) // 32 * 32 + 16)
+def goes_half(format: BlockFormat, T: int, K: int) -> bool:
+    """Whether T columns of K values meet a dense matrix on tensor cores in float16."""
+    most = {"Q4_K": HALF_MOST, "Q5_K": HALF_Q5_MOST}.get(format.name, 0)
+    return T >= HALF_FROM and K <= most
+
+
+def goes_half_split(format: BlockFormat, T: int, K: int) -> bool:
+    """Whether T columns of K values meet few rows on tensor cores in float16, where warps share out the chunks."""
+    return format.name == "Q4_K" and T >= HALF_SPLIT_FROM and K >= HALF_SPLIT_VALUES
 
 
 def brings_column(K: int) -> bool:
@@ -252,11 +258,14 @@ def product(
     need(0 < T <= MOST_COLUMNS and n % x.T == 0, "columns of a product", found=(T, n, x.T),
          needed=f"at most {MOST_COLUMNS} for a matrix, as many entries for each row")  # fmt: skip
     need(entries is not None or not matrices.table, "a table of matrices needs entries")
+    gate_up = hidden is not None and entries is not None and format.name == "Q4_K" and x.K <= HALF_MOST
+    short = entries is not None and hidden is None and SHORT_ROWS.get(format.name) == x.K and n == x.T
+    if (gate_up or short) and not entries.jobs and T in ALONE_ROWS and brings_column(x.K):
+        T = 1
     M = COLUMNS[0] if T == 1 and brings_column(x.K) else COLUMNS[-1]
     groups = -(-T // M)
     across = groups if not entries else entries.most_jobs if entries.jobs else n * groups
     h = hidden.h if hidden else None
-    by_mma = T >= MMA_FROM and x.K <= MMA_MOST and x.K % MMA_UNITS.get(format.name, x.K + 1) == 0
     if combine is not None:
         fits = entries is not None and not (entries.decisions or entries.jobs or hidden or y_stride)
         need(fits and combines(format, T, x.K), "a product that combines", found=(format.name, x.K, entries),
@@ -284,13 +293,12 @@ def product(
         pointer(ends.factors if ends else 0), i32(hidden.experts if hidden else 0),
         pointer(ends.error if ends else 0), ends.where if ends else NOWHERE,
     )  # fmt: skip
-    if by_mma:
-        units = MMA_TILES if entries and not hidden else 1
-        grid = (across, rows // 32 if hidden else -(-rows // (64 * units)))
-        return [launch(MMA, f"mma_rows<{format.name}>", grid, 128, *args, i32(units), shared_bytes=mma_bytes(x.K))]
+    if gate_up and T > 1:
+        return [_gate_up(matrices, rows, x, entries, hidden, across)]
+    if not entries and not hidden and goes_half(format, T, x.K):
+        return [half_rows(format, matrices.address, rows, x, y, y_stride or rows)]
     c = combine
     sums = tuple(map(pointer, (c.sums, c.arrived, c.weights, c.shared, c.gate))) if c else NO_SUMS
-    short = entries is not None and hidden is None and SHORT_ROWS.get(format.name) == x.K and n == x.T
     if short and M <= SHORT_COLUMNS and rows % 8 == 0:
         per = SHORT_PAIRS_OF_ONE if M == 1 else SHORT_PAIRS
         return [launch(SHORT, f"short_rows<{format.name}, {x.K}, {M}>", (across, -(-rows // (8 * per))), 128, *args,
@@ -299,6 +307,19 @@ def product(
     lone = brings_column(x.K) and (M == 1 or (source is not GRIDS and (entries is not None or T % M == 1)))
     return [launch(source, f"product<{format.name}, {M}>", (across, tiles), 32 * warps, *args, *sums,
                    shared_bytes=column_bytes(x.K, x.group) if lone else 0)]  # fmt: skip
+
+
+def _gate_up(gate: Place, rows: int, x: Activations, entries: Entries, hidden: Hidden, across: int) -> Launch:
+    """The launch of gate and up in Q4_K for several rows."""
+    h, ring_at = hidden.h, half_bytes(x.K)  # more than a lone column takes
+    args = (
+        pointer(gate.address), pointer(hidden.up.address), pointer(gate.table), i32(gate.part), i64(gate.stride),
+        pointer(entries.ids), pointer(entries.decisions), i32(entries.take), pointer(entries.jobs), i32(entries.n),
+        i32(entries.n // x.T), pointer(x.codes), pointer(x.scales), pointer(x.sums), i32(rows), i32(x.K),
+        pointer(h.codes), pointer(h.scales), pointer(h.sums), pointer(hidden.factors), i32(hidden.experts),
+        pointer(hidden.error), hidden.where, i32(ring_at),
+    )  # fmt: skip
+    return with_rings(launch(GATE_UP, "gate_up", (rows // 32, across), 256, *args, shared_bytes=ring_at))
 
 
 def _chunks(format: BlockFormat, K: int) -> int:
@@ -341,22 +362,21 @@ def gemv(
     """
     source, chunks = source_of(format), _chunks(format, x.K) if format.name in SPLIT else 0
     if form is None:
-        form = "split" if rows <= SPLIT_MOST_ROWS and chunks >= 4 and x.T <= COLUMNS[-1] else "product"
+        several = x.T <= COLUMNS[-1] or goes_half_split(format, x.T, x.K)
+        form = "split" if rows <= SPLIT_MOST_ROWS and chunks >= 4 and several else "product"
         form = "spread" if form == "split" and x.T == 1 and brings_column(x.K) and rows <= SPREAD_MOST_ROWS else form
         least = min(RING_ROWS, HUGE_ROWS) if x.T == 1 and format.name in RING_FORMATS else HUGE_ROWS
         form = "huge" if format.name in HUGE and rows >= least and x.K <= HUGE_COLUMNS else form
+        split = form == "split" and (rows < HALF_LEAST_ROWS or x.K >= HALF_SPLIT_VALUES)
+        form = "product" if goes_half(format, x.T, x.K) and not split else form
     if form == "product":
         return product(format, Place(weights), rows, x, y, y_stride)
     need(x.group == format.group, f"activations of a product with {format.name}", found=x.group, needed=format.group)
     need(x.K % format.block_values == 0 and rows > 0 and y != 0, f"a row of {x.K} values in {format.name}",
          needed=f"a multiple of {format.block_values}")  # fmt: skip
     M = columns_of(x.T)
-    if form == "split" and x.T >= MMA_SPLIT_FROM and x.K >= MMA_SPLIT_VALUES and format.name == "Q4_K":
-        args = (pointer(weights), i32(x.T), pointer(x.codes), pointer(x.scales), pointer(x.sums), pointer(y),
-                i64(y_stride or rows), i32(rows), i32(x.K))  # fmt: skip
-        one = launch(MMA_SPLIT, "mma_split<Q4_K>", (-(-x.T // 4), -(-rows // 16)), 256, *args,
-                     shared_bytes=MMA_TERMS + MMA_RINGS)  # fmt: skip
-        return [replace(one, ring_bytes=MMA_RINGS)]
+    if form == "split" and goes_half_split(format, x.T, x.K):
+        return [half_split(weights, rows, x, y, y_stride or rows)]
     if form == "huge":
         return [huge(format, weights, rows, x, y, y_stride or rows, M)]
     if form == "spread":

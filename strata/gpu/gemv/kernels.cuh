@@ -114,10 +114,11 @@ DEVICE int entry_of(int column, const int (&entry)[T]) {
     return e;
 }
 
-// SwiGLU of gate a and up b in row `row` of the block's 32 and column `column`, if `mine`; then warp t quantises column t.
-template <int T>
-DEVICE void finish_hidden(float a, float b, bool mine, int row, int column, const int (&entry)[T], int n, int expert, int width,
-                          const Hidden &h, float (*columns)[32]) {
+// SwiGLU of gate a and up b in row `row` of the 32 of a tile and column `column`, if `mine`; then warp t quantises column t of
+// n, which is that of entry entry_at(t).
+template <class E>
+DEVICE void finish_hidden(float a, float b, bool mine, int row, int column, const E &entry_at, int n, int expert, int width,
+                          int tile, const Hidden &h, float (*columns)[32]) {
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     if (h.factors) {
         a = mul32(a, h.factors[expert]);
@@ -127,7 +128,7 @@ DEVICE void finish_hidden(float a, float b, bool mine, int row, int column, cons
     __syncthreads();
     if (warp >= n) return;
     float value[1] = {columns[warp][lane]};
-    size_t group = (size_t)entry_of(warp, entry) * (width / 32) + blockIdx.y;
+    size_t group = (size_t)entry_at(warp) * (width / 32) + tile;
     if (!quantise_group<1>(value, h.codes + 32 * group, h.scales + group, h.sums + 2 * group) && lane == 0)
         report(h.error, h.where, NOT_FINITE, expert);
 }
@@ -135,11 +136,11 @@ DEVICE void finish_hidden(float a, float b, bool mine, int row, int column, cons
 // Whether a lone column of K values is brought near (gemv/__init__.py has the same).
 DEVICE bool brings_column(int K) { return K % 64 == 0 && K + K / 4 + K / 8 <= 16 << 10; }
 
-// put(entry, row, output): where outputs go that no gate and up take.
+// Tile `tile` of the rows. put(entry, row, output): where outputs go that no gate and up take.
 template <class F, int T, int M, class P>
 DEVICE void rows_of_block(const u8 *weights, Group &g, const Quantised &x, int share, const u32 *table, int rows, int K,
-                          const Hidden &h, float (*columns)[32], u8 *area, P put) {
-    int lane = threadIdx.x & 31, q = lane & 7, warp = blockIdx.y * (blockDim.x >> 5) + (threadIdx.x >> 5);
+                          const Hidden &h, float (*columns)[32], u8 *area, int tile, P put) {
+    int lane = threadIdx.x & 31, q = lane & 7, warp = tile * (blockDim.x >> 5) + (threadIdx.x >> 5);
     int first = h.codes ? warp : 2 * warp, last = (rows - 1) >> 2;
     int entry[T];
     Group again = g;
@@ -163,8 +164,8 @@ DEVICE void rows_of_block(const u8 *weights, Group &g, const Quantised &x, int s
     Own<2, T> own(q);
     if (h.codes) {
         float up = __shfl_xor_sync(ALL_LANES, out, 4);  // threads of the first row have gate
-        finish_hidden<T>(out, up, own.r == 0 && own.first, 4 * (threadIdx.x >> 5) + (lane >> 3), own.t, entry, n, g.expert, rows,
-                         h, columns);
+        finish_hidden(out, up, own.r == 0 && own.first, 4 * (threadIdx.x >> 5) + (lane >> 3), own.t,
+                      [&](int t) { return entry_of(t, entry); }, n, g.expert, rows, tile, h, columns);
         return;
     }
     int row = 4 * (first + own.r) + (lane >> 3);
@@ -250,11 +251,11 @@ DEVICE void block_of_product(const u8 *weights, const u8 *up, const u64 *address
         else y[entry * y_stride + row] = out;
     };
     if (alone)
-        rows_of_block<F, 1, NEAR ? 1 : M>(weights, g, x, share, table, rows, K, h, hidden, area, put);
+        rows_of_block<F, 1, NEAR ? 1 : M>(weights, g, x, share, table, rows, K, h, hidden, area, blockIdx.y, put);
     else if (n <= 2)
-        rows_of_block<F, M == 1 ? 1 : 2, M>(weights, g, x, share, table, rows, K, h, hidden, area, put);
+        rows_of_block<F, M == 1 ? 1 : 2, M>(weights, g, x, share, table, rows, K, h, hidden, area, blockIdx.y, put);
     else
-        rows_of_block<F, M, M>(weights, g, x, share, table, rows, K, h, hidden, area, put);
+        rows_of_block<F, M, M>(weights, g, x, share, table, rows, K, h, hidden, area, blockIdx.y, put);
 }
 
 // Three blocks a processor with one column of a format that loads little; Q8_0 has four chunks under way instead.

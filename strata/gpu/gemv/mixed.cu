@@ -1,14 +1,16 @@
 // Products of one input with up to five dense matrices of different formats as one launch: the bits of `product` and
 // `float_gemv`. A warp takes a unit of one matrix, eight rows of a quantised one or two rows of a float one, so small
-// matrices fill processors that large ones leave idle, and nothing waits for a fork.
+// matrices fill processors that large ones leave idle, and nothing waits for a fork. With several columns those of Q4_K
+// may be on tensor cores: then every block has units of one matrix only, and two neighbouring warps take 16 rows.
 #include "float_rows.cuh"
+#include "gemv/half_block.cuh"
 #include "gemv/iq4_xs.cuh"
 #include "gemv/k.cuh"
 #include "gemv/kernels.cuh"
 #include "gemv/q8_0.cuh"
 
-// Behind the float kinds: formats by number, as gemv/mixed.py has them.
-enum { FIRST_FORMAT = 3 };
+// Behind the float kinds: formats by number, as gemv/mixed.py has them. The last one: Q4_K on tensor cores.
+enum { FIRST_FORMAT = 3, HALF_Q4 = FIRST_FORMAT + 6 };
 
 struct Part {
     const u8 *w;
@@ -20,9 +22,14 @@ struct Part {
     const u8 *w0, float *y0, int n0, int k0, const u8 *w1, float *y1, int n1, int k1, const u8 *w2, float *y2, int n2, \
         int k2, const u8 *w3, float *y3, int n3, int k3, const u8 *w4, float *y4, int n4, int k4
 
-// Which matrix a unit belongs to; w null behind the last one.
+// Which matrix a unit belongs to; w null behind the last one. HALF: the units of a matrix are a multiple of the block's warps, a
+// power of two, and the last ones may have no rows.
+template <bool HALF>
 DEVICE Part part_of(int unit, PARTS) {
-    auto units = [](int rows, int kind) { return kind < FIRST_FORMAT ? (rows + 1) >> 1 : (rows + 7) >> 3; };
+    auto units = [](int rows, int kind) {
+        int n = kind < FIRST_FORMAT ? (rows + 1) >> 1 : (rows + 7) >> 3, warps = blockDim.x >> 5;
+        return HALF ? (n + warps - 1) & -warps : n;
+    };
     int n = units(n0, k0);
     if (unit < n) return {w0, y0, n0, k0, unit};
     unit -= n, n = units(n1, k1);
@@ -88,15 +95,24 @@ DEVICE void float_unit(const Part &p, const float *x, int from, int n, int K) {
 }
 
 // x (columns, K) as float32 and in groups of 256 and 32, where a matrix wants them. Grid: (columns / M, units / warps).
-template <int M>
+// HALF: matrices may be on tensor cores. The code for those slows the others down, so that there are two kernels.
+template <int M, bool HALF = false>
 STARTS_EARLY __global__ void __launch_bounds__(256, 2)
 mixed(const float *x, int columns, int K, int column_bytes, const i8 *codes256, const float *scales256, const int *sums256,
       const i8 *codes32, const float *scales32, const int *sums32, PARTS) {
     DYNAMIC_SHARED(area);  // with M = 1: a column for every warp, of column_bytes
     let_next_start();
-    Part p = part_of(blockIdx.y * (blockDim.x >> 5) + (threadIdx.x >> 5), w0, y0, n0, k0, w1, y1, n1, k1, w2, y2, n2, k2,
-                     w3, y3, n3, k3, w4, y4, n4, k4);
-    if (!p.w) {
+    Part p = part_of<HALF>(blockIdx.y * (blockDim.x >> 5) + (threadIdx.x >> 5), w0, y0, n0, k0, w1, y1, n1, k1, w2, y2, n2,
+                           k2, w3, y3, n3, k3, w4, y4, n4, k4);
+    if constexpr (HALF) {
+        if (p.kind == HALF_Q4) {  // all warps of the block
+            int from = blockIdx.x * M, front = 8 * (p.unit - (threadIdx.x >> 5));
+            half_block<Q4_K>(p.w, front, p.rows, {codes256, scales256, sums256}, from, min(columns - from, M), K, p.y, p.rows,
+                       area);
+            return;
+        }
+    }
+    if (!p.w || (HALF && p.unit * (p.kind < FIRST_FORMAT ? 2 : 8) >= p.rows)) {
         wait_for_inputs();
         return;
     }
@@ -109,7 +125,8 @@ mixed(const float *x, int columns, int K, int column_bytes, const i8 *codes256, 
     } else if (p.kind == FIRST_FORMAT) {
         quantised_columns<Q3_K, M>(p, wide, from, n, K, mine);
     } else if (p.kind == FIRST_FORMAT + 1) {
-        quantised_columns<Q4_K, M>(p, wide, from, n, K, mine);
+        if constexpr (HALF) wait_for_inputs();  // all of them are above
+        else quantised_columns<Q4_K, M>(p, wide, from, n, K, mine);
     } else if (p.kind == FIRST_FORMAT + 2) {
         quantised_columns<Q5_K, M>(p, wide, from, n, K, mine);
     } else if (p.kind == FIRST_FORMAT + 3) {

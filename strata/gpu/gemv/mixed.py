@@ -8,17 +8,20 @@ import numpy as np
 
 from strata.base.errors import need
 from strata.gpu.activations import Activations
-from strata.gpu.gemv import BLOCKS_WANTED, COLUMNS, MOST_COLUMNS, brings_column, column_bytes
+from strata.gpu.gemv import BLOCKS_WANTED, COLUMNS, MOST_COLUMNS, brings_column, column_bytes, goes_half
+from strata.gpu.gemv.half import WARPS, half_bytes, with_rings
 from strata.gpu.launch import Launch, Source, i32, launch, pointer
 from strata.pack.formats import BlockFormat
 
-SOURCE = Source("gemv/mixed.cu", tuple(f"mixed<{M}>" for M in COLUMNS))
+SOURCE = Source("gemv/mixed.cu", (*(f"mixed<{M}>" for M in COLUMNS), f"mixed<{COLUMNS[-1]}, true>"))
 MOST_MATRICES = 5
 MOST_BLOCK_BYTES = 40 << 10
 """Of columns in shared memory."""
 FLOATS = ("F32", "F16", "BF16")
 KINDS = {name: i for i, name in enumerate((*FLOATS, "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "Q8_0"))}
 """Formats that the kernel is compiled for, by its numbers: those of attention in releases."""
+HALF_Q4 = len(KINDS)
+"""Its number of Q4_K on tensor cores."""
 UNIT_ROWS, FLOAT_UNIT_ROWS = 8, 2
 """Rows of a quantised matrix that a warp takes, and of a float one. With two of these all warps of a delta-rule layer's
 widest product have room on 132 processors at once."""
@@ -59,15 +62,21 @@ def mixed(x: int, T: int, K: int, quantised: dict[int, Activations], parts: list
     for group in (256, 32):
         made = quantised.get(group)
         places += [pointer(at) for at in ((made.codes, made.scales, made.sums) if made else (0, 0, 0))]
+    half = [p.format.name == "Q4_K" and goes_half(p.format, T, K) for p in parts]
     words: list[np.generic] = []
-    for p in parts:
-        words += [pointer(p.address), pointer(p.y), i32(p.rows), i32(KINDS[p.format.name])]
+    for p, on_cores in zip(parts, half, strict=True):
+        words += [pointer(p.address), pointer(p.y), i32(p.rows), i32(HALF_Q4 if on_cores else KINDS[p.format.name])]
     words += [pointer(0), pointer(0), i32(0), i32(0)] * (MOST_MATRICES - len(parts))
+    if any(half):
+        grid = (-(-T // COLUMNS[-1]), sum(-(-p.units() // WARPS) for p in parts))
+        one = launch(SOURCE, f"mixed<{COLUMNS[-1]}, true>", grid, 32 * WARPS, pointer(x), i32(T), i32(K), i32(0),
+                     *places, *words, shared_bytes=half_bytes(K))  # fmt: skip
+        return [with_rings(one)]
     own_bytes = column_bytes(K, 32)  # of each warp
     M = COLUMNS[0] if T == 1 and brings_column(K) else COLUMNS[-1]
     units, warps = sum(p.units() for p in parts), 8
     while warps > 1 and (-(-units // warps) < BLOCKS_WANTED or (M == 1 and warps * own_bytes > MOST_BLOCK_BYTES)):
         warps //= 2
     grid = (-(-T // M), -(-units // warps))
-    return [launch(SOURCE, f"mixed<{M}>", grid, 32 * warps, pointer(x), i32(T), i32(K),
-                   i32(own_bytes), *places, *words, shared_bytes=warps * own_bytes if M == 1 else 0)]  # fmt: skip
+    return [launch(SOURCE, f"mixed<{M}>", grid, 32 * warps, pointer(x), i32(T), i32(K), i32(own_bytes), *places, *words,
+                   shared_bytes=warps * own_bytes if M == 1 else 0)]  # fmt: skip

@@ -109,10 +109,12 @@ def gated_delta_ops(t: Timer, T: int) -> None:
     decay, beta, a, dt, norm = (t.floats(n) for n in (T * HV, T * HV, HV, HV, DK))
     history = t.words(t.floats((TAPS - 1) * channels))
     states = [t.words(t.floats(HV * DK * DK, scale=0.01)) for _ in range(STATE_COPIES)]
-    shape = (HK, HV, DK, DK, channels)
+    shape, wide = (HK, HV, DK, DK, channels), (T, HV * DK, 256)
+    quantised = (Activations.at(t.device.alloc(Activations.n_bytes(*wide)), *wide),)
+    arrived = t.words(*[0] * (gated_delta.arrived_bytes(HV, DK) // 8 + 1))
     over(t, f"gdn_window T={T}", lambda i: gated_delta.gdn_window(
-        qkv, taps, history, TAPS, conv, decay, beta, z, a, dt, norm, states[i], y, T, *shape, 1e-6, error, WHERE),
-        4 * HV * DK * DK, STATE_COPIES)  # fmt: skip
+        qkv, taps, history, TAPS, conv, decay, beta, z, a, dt, norm, states[i], y, T, *shape, 1e-6, error, WHERE,
+        quantised, arrived), 4 * HV * DK * DK, STATE_COPIES)  # fmt: skip
     keep = t.words(T)
     over(t, f"gdn_commit T={T}", lambda i: gated_delta.gdn_commit(conv, decay, beta, states[i], keep, *shape),
            8 * HV * DK * DK, STATE_COPIES)  # fmt: skip

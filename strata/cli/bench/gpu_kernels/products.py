@@ -48,7 +48,7 @@ OFF = 99
 @contextmanager
 def tensor_cores_from(rows: int | None) -> Iterator[None]:
     """Products of so many columns and more go to tensor cores where a kernel for that exists; None: as windows do."""
-    names = ("MMA_FROM", "MMA_SPLIT_FROM", "MMA_SPLIT_VALUES")
+    names = ("HALF_FROM", "HALF_SPLIT_FROM", "HALF_SPLIT_VALUES")
     before = [getattr(choices, name) for name in names]
     if rows is not None:
         for name, value in zip(names, (rows, rows, 0 if rows < OFF else before[2]), strict=True):

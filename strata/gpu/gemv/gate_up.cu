@@ -1,0 +1,98 @@
+// Gate and up of experts in Q4_K with what follows them until the down product, in windows of several rows.
+//
+// Most experts of such a window are wanted by one row: their blocks do what those of a window of one row do. Experts that
+// several rows want are computed on tensor cores (half_q4.cuh), whatever the number of rows up to four.
+#include "gemv/half_ring.cuh"
+
+// As Group::of_expert<4> for block `blockIdx.y`, with all ids of up to 96 entries asked for at once.
+DEVICE Group group_of_expert(const int *ids, const u8 *decisions, u32 take, const int *jobs, int entries) {
+    int batches = jobs ? 1 : gridDim.y / entries, entry = blockIdx.y / batches, lane = threadIdx.x & 31;
+    int from = blockIdx.y % batches * 4;
+    if (jobs) {
+        // Asked for together, also what is no job: there are most_jobs words.
+        u32 n = load_volatile(jobs), job = load_volatile(jobs + 1 + blockIdx.y);
+        if (blockIdx.y >= n) return {0, 0, 0};
+        from = job >> 16;
+        entry = job & 0xffff;
+    }
+    int found = 0, expert = ids[entry];
+    bool leads = Group::taken(decisions, take, entry);
+    Group g = {0, entry, expert};
+    for (int start = 0; start < entries; start += 96) {
+        int id[3];
+        bool wanted[3];
+#pragma unroll
+        for (int i = 0; i < 3; i++) {
+            int k = start + 32 * i + lane;
+            id[i] = k < entries ? ids[k] : -1;
+            wanted[i] = k < entries && Group::taken(decisions, take, k);
+        }
+#pragma unroll
+        for (int i = 0; i < 3; i++) {
+            u32 same = __ballot_sync(ALL_LANES, id[i] == expert && wanted[i]);
+            int first = start + 32 * i;
+            if (!found && same && first + __ffs((int)same) - 1 != entry) leads = false;
+            for (; same; same &= same - 1, found++)
+                if (lane == found) g.mine = first + __ffs((int)same) - 1;
+        }
+    }
+    int n = min(found - from, 4);
+    if (leads && n > 0) g.have = ((1u << n) - 1) << from;
+    return g;
+}
+
+// Blocks for 32 rows of gate and of up. Grid: (row tiles, entries * groups of four, or jobs): what has nothing to do comes
+// last. Dynamic shared memory: columns, what warps trade, a ring for every warp from ring_at on.
+STARTS_EARLY __global__ void __launch_bounds__(256, 2)
+gate_up(const u8 *weights, const u8 *up, const u64 *addresses, int part, i64 stride, const int *ids, const u8 *decisions,
+        int take, const int *jobs, int n, int share, const i8 *codes, const float *scales, const int *sums, int rows, int K,
+        i8 *h_codes, float *h_scales, int *h_sums, const float *factors, int experts, u64 *error, u64 where, int ring_at) {
+    DYNAMIC_SHARED(space);
+    __shared__ float hidden[4][32];
+    int warp = threadIdx.x >> 5, tile = blockIdx.x;
+    u32 bytes = (u32)row_block_bytes<Q4_K>(K);
+    wait_for_inputs();
+    let_next_start();
+    Group g = group_of_expert(ids, decisions, take, jobs, n);
+    if (!g.have) return;
+    if (addresses) {
+        weights = (const u8 *)addresses[3 * g.expert + part];
+        up = (const u8 *)addresses[3 * g.expert + part + 1];
+    } else {
+        weights += g.expert * stride;
+        up += g.expert * stride;
+    }
+    Quantised x = {codes, scales, sums};
+    Hidden h = {up, h_codes, h_scales, h_sums, factors, experts, error, where};
+    if (__popc(g.have) == 1) {
+        rows_of_block<Q4_K, 1, 1>(weights, g, x, share, nullptr, rows, K, h, hidden, space, tile, [](int, int, float) {});
+        return;
+    }
+    int lane = threadIdx.x & 31, pair = warp >> 1, half = warp & 1, t = lane & 3, row = lane >> 2, chunks = K >> 8;
+    u32 first = 8 * tile + 2 * pair;
+    HalfRing<Q4_K> ring(space + ring_at + warp * HalfRing<Q4_K>::BYTES,
+                        [&](int i) { return (i < 2 ? weights : up) + (u64)((first + (i & 1)) * bytes); }, half, chunks);
+    ring.start();
+    int entry[4], columns = g.next<4>(entry);
+    HalfColumns{space}.bring<4>(columns_of(x, entry, share, K), columns, K, threadIdx.x, blockDim.x);
+    __syncthreads();
+    HalfPlace at(space, half, min(row & 3, columns - 1));
+    HalfSums all;
+    all.clear();
+    HalfOperands b(half);
+#pragma unroll 1
+    for (int c = 0; c < chunks; c++) {
+        HalfRaw raw;
+        ring.take(raw);
+        half_terms(raw, at, 0, half, b, all);
+        at.next_columns(1);
+    }
+    float *traded = (float *)space + HalfSums::FLOATS * 32 * pair, out[4] = {};
+    __syncthreads();
+    if (half) all.give(traded);
+    __syncthreads();
+    if (!half) all.rows(traded, out);
+    // Of the two threads that have the same outputs, each takes a column.
+    finish_hidden(t >> 1 ? out[1] : out[0], t >> 1 ? out[3] : out[2], !half, 8 * pair + row, 2 * (t & 1) + (t >> 1),
+                  [&](int c) { return entry_of(c, entry); }, columns, g.expert, rows, tile, h, hidden);
+}

@@ -1,0 +1,109 @@
+"""Dense products of Q4_K and Q5_K on tensor cores in float16, run on the CPU, against the lane rules."""
+
+import numpy as np
+import pytest
+
+from strata.gpu import gemv as package
+from strata.gpu.gemv import Place, gemv, product, relayout
+from strata.gpu.gemv.half import half_rows
+from strata.pack.formats import by_name
+from tests.block_data import MODES, random_activations, random_rows
+from tests.canonical.call import assert_same, check_guards, room
+from tests.gpu.run_on_cpu import ON_DEVICE, address, needs_compiler, run, run_all
+from tests.test_gpu_gemv import aligned, area_of, wanted
+
+pytestmark = needs_compiler
+LONGEST = {"Q4_K": package.HALF_MOST, "Q5_K": package.HALF_Q5_MOST}
+"""Values of the longest rows by format."""
+FORMATS = tuple(LONGEST)
+
+
+def check(name, raw, x, expected=None, *, spare=3, reverse=False, races=False):
+    format, T, (rows, K) = by_name(name), len(x), (len(raw), x.shape[1])
+    weights, area, y = aligned(relayout(format, raw)), area_of(x, format.group), room(T, rows + spare)
+    launch = half_rows(format, address(weights), rows, area.places, address(y), rows + spare)
+    if races:
+        run(launch, races=True)
+    else:
+        run_all([launch], reverse=reverse)
+    check_guards(y)
+    assert (y[:, rows:].view(np.uint8) == 0x5A).all(), "written between the rows"
+    assert_same(y[:, :rows], wanted(format, raw, x) if expected is None else expected, f"{name}, {rows} x {K}, T {T}")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("mode", MODES)
+def test_same_bits(mode, name):
+    """One to eight columns; tiles that are full, and rows that end anywhere in a row block, a warp or a pair."""
+    for K, rows in ((256, 16), (768, 77), (1024, 39), (2560, 13)):
+        raw, x = random_rows(by_name(name), rows, K, mode, seed=K), random_activations(8, K, mode, seed=K + 1)
+        expected = wanted(by_name(name), raw, x)
+        for T in range(1, 9) if K == 768 else (3, 8):
+            check(name, raw, x[:T], expected[:T], reverse=T % 2 == 1)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_largest_integers(name):
+    """Every code, scale and minimum as large as it can be, and every activation too: float16 and the sums hold them."""
+    format, K = by_name(name), 512
+    raw = np.full((16, K // 256, format.block_bytes), 255, np.uint8)
+    raw[..., :4] = np.array([0.01, 0.02], np.float16).view(np.uint8)
+    x = np.full((4, K), 3.0, np.float32)
+    x[1] *= -1
+    x[2, ::2] *= -1
+    check(name, raw.reshape(16, -1), x)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_longest_rows(name):
+    K = LONGEST[name]
+    raw, x = random_rows(by_name(name), 5, K, "mid", seed=7), random_activations(4, K, "mid", seed=8)
+    check(name, raw, x)
+    check(name, raw, x[:3], reverse=True)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_shared_memory(name):
+    """The longest rows fit everywhere: 64 KiB of Turing, with half of the rings, and 99 KiB of others."""
+    area = area_of(np.zeros((4, LONGEST[name]), np.float32), by_name(name).group)
+    one = half_rows(by_name(name), 64, 2048, area.places, 64, 2048)
+    assert one.shared_bytes <= 99 << 10 and one.shared_bytes - one.ring_bytes <= 64 << 10
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("rows", [1, 4, 5, 8, 9, 31, 33, 65])
+def test_rows_of_any_number(rows, name):
+    raw, x = random_rows(by_name(name), rows, 512, "plain", seed=rows), random_activations(4, 512, "plain", seed=rows)
+    check(name, raw, x, spare=0)
+
+
+@pytest.mark.skipif(ON_DEVICE, reason="the device does not tell races")
+@pytest.mark.parametrize("name", FORMATS)
+def test_threads_do_not_race(name):
+    for rows, K, T in ((77, 768, 7), (19, 256, 4)):
+        raw, x = random_rows(by_name(name), rows, K, "plain", seed=rows), random_activations(T, K, "plain", seed=K)
+        check(name, raw, x, races=True)
+
+
+def kernel(rows: int, T: int, K: int = 2560, name: str = "Q4_K") -> str:
+    format = by_name(name)
+    (launch,) = gemv(format, 64, rows, area_of(np.zeros((T, K), np.float32), format.group).places, 64)
+    return launch.kernel.partition("<")[0]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_which_products(monkeypatch, name):
+    """Several columns of a matrix that fills the device, heads among them. Others are for other kernels: few rows, long
+    rows, other formats."""
+    assert [kernel(4096, T, name=name) for T in (1, 2, 3, 4, 8)] == ["spread", "split", *["half_rows"] * 3]
+    assert [kernel(248320, T, name=name) for T in (1, 2, 3, 8)] == ["huge", "huge", "half_rows", "half_rows"]
+    assert [kernel(rows, 4, name=name) for rows in (512, 8192)] == ["split", "half_rows"]
+    assert kernel(2560, 4, 3840, name) == "half_rows" != kernel(2560, 4, 4096, name)
+    assert [kernel(8192, 4, K, name) for K in (LONGEST[name], LONGEST[name] + 256)] == ["half_rows", "product"]
+    assert kernel(8192, 4, name="Q6_K") == "product"
+    format = by_name(name)
+    area = area_of(np.zeros((4, 256), np.float32), format.group)
+    (one,) = product(format, Place(64), 8192, area.places, 64)
+    assert (one.kernel, one.grid, one.block[0]) == (f"half_rows<{name}>", (1, 128, 1), 256)
+    monkeypatch.setattr(package, "HALF_FROM", 99)
+    assert [kernel(rows, 4, name=name) for rows in (2560, 8192, 248320)] == ["split", "product", "huge"]
