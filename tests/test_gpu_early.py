@@ -102,8 +102,9 @@ def test_every_kernel_of_the_marked_headers_is_in_its_source():
     names = {_base(i) for s in EARLY_SOURCES for i in _marked(s)}
     window = {"norm_down", "norm_down_cluster", "float_gemv", "float_gemv_short", "float_gemv_long", "float_gemv_tile",
               "hc_mix", "hc_mix_four", "hc_norm", "hc_add", "mixed",
-              "gdn_window", "gdn_split", "quantise", "split", "route", "router", "product", "short_rows",
-              "combine", "qsa_store", "qsa_scores", "qsa_select", "qsa_tiles", "qsa_merge", "embed", "outbox",
+              "gdn_window", "gdn_split", "quantise", "split", "spread", "huge", "route", "router", "product",
+              "short_rows", "gate_up", "half_rows", "half_split", "combine", "qsa_store", "qsa_scores", "qsa_select",
+              "qsa_tiles", "qsa_merge", "embed", "outbox",
               "ngram_gate", "ngram_gate_near", "ngram_conv"}  # fmt: skip
     assert window <= names
     assert "inbox" not in names  # first in its graph: nothing may be in front of it when it reads what the host wrote

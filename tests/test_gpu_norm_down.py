@@ -8,6 +8,7 @@ from strata.base.errors import BadArgument
 from strata.base.program import NOT_FINITE
 from strata.gpu.error_word import where
 from strata.gpu.float_gemv import FloatMatrix
+from strata.gpu.launch import Launch
 from strata.gpu.norm_down import fits, norm_down, norm_down_cluster
 from tests.canonical import hyper_connection as reference
 from tests.canonical.call import LAYER, assert_same, check_guards, guarded, plain, room
@@ -61,6 +62,8 @@ class Inputs:
     (1, 1, 256, (1, 1), ("BF16", "F16")),
     (1, 4, 2560, (20, 4), ("BF16", "BF16")),
     (2, 2, 2560, (5,), ("F16",)),
+    (2, 4, 2560, (5, 4), ("BF16", "BF16")),
+    (1, 3, 256, (4, 2), ("F32", "BF16")),
 ])  # fmt: skip
 def test_same_bits(add, T, C, D, rows, kinds):
     inputs = Inputs(np.random.default_rng(T + C + D), T, C, D, rows, kinds)
@@ -71,6 +74,29 @@ def test_same_bits(add, T, C, D, rows, kinds):
     for y, wanted in zip(out, products, strict=True):
         assert_same(y, wanted)
     assert inputs.error.reported is None
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize(("C", "rows", "kinds"), [
+    (4, (20, 4), ("BF16", "BF16")),
+    (2, (5, 4), ("F16", "F32")),
+    (3, (4,), ("BF16",)),
+    (1, (3, 1), ("F32", "BF16")),
+])  # fmt: skip
+def test_same_bits_with_weights_in_registers(add, C, rows, kinds):
+    inputs = Inputs(np.random.default_rng(C), 1, C, 2560, rows, kinds)
+    launches: list[Launch] = []
+
+    def launcher(*given, **more):
+        launches.extend(norm_down(*given, near=True, **more))
+        return launches
+
+    normed, out = inputs.run(add, C, launcher=launcher)
+    assert [one.kernel for one in launches] == ["norm_down<10>" if kinds[0] == "F32" else "norm_down<10, true>"]
+    expected, products = inputs.wanted(add, C)
+    assert_same(normed, expected)
+    for y, wanted in zip(out, products, strict=True):
+        assert_same(y, wanted)
 
 
 @pytest.mark.parametrize("add", [False, True])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from strata.base.geometry import WINDOW_ROWS
 from strata.base.program import Op
 from strata.gpu import hyper_connection
@@ -14,6 +16,10 @@ from strata.gpu.weights import Matrix
 NORM_DOWN_ROWS = 2
 """Most rows of a window in which the norm is done by the product behind it; 0: never. Its blocks all norm every row, so
 what that costs grows with the rows, while the kernel that it saves costs the same for all."""
+
+NEAR_ROWS = 1
+"""Most rows of a window, 0 or 1, in which that product has its weights in registers before its inputs are there, on
+devices whose kernels start early, which are those with clusters."""
 
 CLUSTERED_ROWS = tuple(range(3, WINDOW_ROWS + 1))
 """Rows of windows in which clusters of blocks do the same, each block for a quarter of the lanes, where the device has
@@ -63,7 +69,7 @@ def norm_with_product(c: Lowering, op: Op) -> None:
     """The product op together with the norm before it; an addition before that is stored by the next product."""
     assert c.norm_before is not None
     (norm, where), c.norm_before = c.norm_before, None
-    k, x, more = norm.consts, c.at(norm, "x"), {}
+    k, x, more = norm.consts, c.at(norm, "x"), dict[str, Any]()
     if c.added_before is not None:
         added, c.added_before = c.added_before, None
         more = {"y": c.at(added, "y"), "a": c.at(added, "a")}
@@ -75,6 +81,8 @@ def norm_with_product(c: Lowering, op: Op) -> None:
     ]
     c.squeezed_before = True
     launcher = norm_down_cluster if _clustered(c, k["C"], matrices) else norm_down
+    if launcher is norm_down:  # what is in registers before the wait is a gain where kernels start early
+        more["near"] = c.T <= NEAR_ROWS and c.memory.clusters
     c.add(launcher(x, c.vector(norm, "w"), c.at(norm, "y"), c.T, k["C"], k["D"], k["eps"], floats, c.error, where,
                    c.where_next(), **more))  # fmt: skip
 

@@ -45,6 +45,56 @@ DEVICE void chains(const u8 *w, int n, int C, const float (&v)[STREAMS][N], floa
     }
 }
 
+// This thread's lane of n matrix rows in 16 bits, C N 256 values each, two values a word.
+template <int N>
+struct Near16 {
+    enum { WORDS = STREAMS * N / 2 };
+    u32 words[ROWS][WORDS];
+    DEVICE void load(const u8 *w, int n, int C) {
+        w += 2 * threadIdx.x;
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            const u8 *row = w + (r < n ? r : n - 1) * (u32)(C * N * 512);
+#pragma unroll
+            for (int j = 0; j < WORDS; j++) {
+                u32 low = 0, high = 0;
+                if (2 * j / N < C) low = load_once((const u16 *)(row + 1024 * j));
+                if ((2 * j + 1) / N < C) high = load_once((const u16 *)(row + 1024 * j + 512));
+                words[r][j] = low | high << 16;
+            }
+        }
+    }
+    // Chains: v[c] holds values t, t + 256, .. of stream c.
+    template <bool BF16>
+    DEVICE void chains(int C, const float (&v)[STREAMS][N], float (&acc)[ROWS]) const {
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) acc[r] = 0.f;
+#pragma unroll
+        for (int k = 0; k < 2 * WORDS; k++)
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+                u32 word = words[r][k / 2];
+                float value = BF16 ? float_of(k & 1 ? word & 0xffff0000u : word << 16)
+                                   : half_f32((u16)(k & 1 ? word >> 16 : word));
+                if (k / N < C) acc[r] = fma32(value, v[k / N][k % N], acc[r]);
+            }
+    }
+};
+
+// The same chains for matrices in 32 bits, with few registers.
+template <int N>
+DEVICE void chains32(const u8 *w, int n, int C, const float (&v)[STREAMS][N], float (&acc)[ROWS]) {
+    w += 4 * threadIdx.x;
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        const u8 *row = w + (r < n ? r : n - 1) * (u32)(C * N * 1024);
+        acc[r] = 0.f;
+#pragma unroll
+        for (int k = 0; k < STREAMS * N; k++)
+            if (k / N < C) acc[r] = fma32(float_of(load_once((const u32 *)(row + 1024 * k))), v[k / N][k % N], acc[r]);
+    }
+}
+
 // Tree over the 256 threads' values in lanes, by one warp.
 DEVICE float tree_of(const float *lanes) {
     float v[8];
@@ -55,9 +105,10 @@ DEVICE float tree_of(const float *lanes) {
 
 // x (T, C, D), y (T, D) and a (T, C) or null, norm (C, D), normed (T, C, D); the matrices (n0, C D) and (n1, C D) of kinds
 // k0 and k1, out0 (T, n0) = silu(product / squeeze) unless squeeze is 0, out1 (T, n1). D = 256 N.
-// Grid: (tiles of ROWS rows, each of one matrix; rows of x).
-template <int N>
-STARTS_EARLY __global__ void __launch_bounds__(256, 2)
+// Grid: (tiles of ROWS rows, each of one matrix; rows of x). NEAR, for one row of x: weights in 16 bits are in registers before
+// the inputs are there. A processor has room for one such block, and the other form, of which it has two, is faster with two rows.
+template <int N, bool NEAR = false>
+STARTS_EARLY __global__ void __launch_bounds__(256, NEAR ? 1 : 2)
 norm_down(const float *x, const float *y, const float *a, const float *norm, float *normed, int C, float eps, const u8 *w0,
           float *out0, int n0, int k0, const u8 *w1, float *out1, int n1, int k1, int squeeze,
           u64 *error, u64 where, u64 where_squeeze) {
@@ -78,13 +129,15 @@ norm_down(const float *x, const float *y, const float *a, const float *norm, flo
     for (int c = 0; c < STREAMS; c++)
 #pragma unroll
         for (int i = 0; i < N; i++) weight[c][i] = c < C ? __ldg(norm + c * D + 256 * i + t) : 0.f;
-    bring_early(w, n * row_bytes, t, 256);
+    Near16<N> near;
+    if (NEAR && kind != F32_VALUES) near.load(w, n, C);
+    else bring_early(w, n * row_bytes, t, 256);
     wait_for_inputs();
 #pragma unroll
     for (int c = 0; c < STREAMS; c++)
 #pragma unroll
         for (int i = 0; i < N; i++) v[c][i] = c < C ? stream[c * D + 256 * i] : 0.f;
-    if (!CAN_START_EARLY) bring_ahead(w, n * row_bytes, t, 256);  // behind what the norm waits for
+    if (!NEAR && !CAN_START_EARLY) bring_ahead(w, n * row_bytes, t, 256);  // behind what the norm waits for
     if (y) {
         float branch[N];
 #pragma unroll
@@ -128,7 +181,10 @@ norm_down(const float *x, const float *y, const float *a, const float *norm, flo
             }
         }
     float acc[ROWS];
-    if (kind == BF16_VALUES) chains<BF16_VALUES, N>(w, n, C, v, acc);
+    if (NEAR && kind == BF16_VALUES) near.template chains<true>(C, v, acc);
+    else if (NEAR && kind == F16_VALUES) near.template chains<false>(C, v, acc);
+    else if (NEAR) chains32<N>(w, n, C, v, acc);
+    else if (kind == BF16_VALUES) chains<BF16_VALUES, N>(w, n, C, v, acc);
     else if (kind == F16_VALUES) chains<F16_VALUES, N>(w, n, C, v, acc);
     else chains<F32_VALUES, N>(w, n, C, v, acc);
 #pragma unroll

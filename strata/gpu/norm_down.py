@@ -12,7 +12,9 @@ from strata.gpu.launch import Launch, Source, f32, i32, launch, pointer
 
 WIDTHS = (256, 2560)
 """Values of a stream that the kernel is compiled for."""
-SOURCE = Source("norm_down.cu", tuple(f"norm_down<{D // 256}>" for D in WIDTHS))
+NEAR_WIDTH = 2560
+"""Values of a stream for which the weights of one row can be in registers before the inputs are there."""
+SOURCE = Source("norm_down.cu", (*(f"norm_down<{D // 256}>" for D in WIDTHS), f"norm_down<{NEAR_WIDTH // 256}, true>"))
 CLUSTERED = Source("norm_down_cluster.cu", tuple(f"norm_down_cluster<{D // 256}>" for D in WIDTHS))
 """The same for windows of more rows, by clusters of blocks."""
 CLUSTER, CLUSTER_COLUMNS, CLUSTER_MATRIX_ROWS = 4, 4, 12
@@ -42,13 +44,14 @@ def norm_down(
     *,
     y: int = 0,
     a: int = 0,
+    near: bool = False,
 ) -> list[Launch]:
     """normed (T, C, D) = rms norm of every stream of x (T, C, D) times w (C, D), and the matrices' outputs from it.
 
     Matrices have C D values a row; the first may be squeezed. y, a: addresses of a branch's output (T, D) and strengths
     (T, C) that count as added to x, or 0: x itself stays as it is, see `float_gemv.Branch`. Errors of the norm are
-    reported at `where`, those of the squeeze at `where_squeeze`. float32 addresses,
-    16-byte aligned matrices.
+    reported at `where`, those of the squeeze at `where_squeeze`. near: weights in 16 bits go into registers before the
+    inputs are there, where there is a kernel for it. float32 addresses, 16-byte aligned matrices.
     """
     need(fits(C, D, len(matrices)), "streams of a norm with its products", found=(C, D, len(matrices)),
          needed=f"up to {MOST_STREAMS} streams of {' or '.join(map(str, WIDTHS))} values, 1 or 2 matrices")  # fmt: skip
@@ -61,7 +64,8 @@ def norm_down(
             i32(matrices[0].squeeze), pointer(error), where,
             where_squeeze)  # fmt: skip
     tiles = sum(-(-m.rows // MATRIX_ROWS) for m in matrices)
-    return [launch(SOURCE, f"norm_down<{D // 256}>", (tiles, T), 256, *args)]
+    near = near and D == NEAR_WIDTH and matrices[0].format_name != "F32"
+    return [launch(SOURCE, f"norm_down<{D // 256}{', true' if near else ''}>", (tiles, T), 256, *args)]
 
 
 def norm_down_cluster(

@@ -23,6 +23,7 @@ from strata.gpu_speed import Effort, replayed, window_us
 
 PLACES = {
     "norm": (hc_ops, "NORM_DOWN_ROWS"),
+    "near": (hc_ops, "NEAR_ROWS"),
     "clusters": (hc_ops, "CLUSTERED_ROWS"),
     "tiles": (float_gemv, "TILED_FROM"),
     "mixed": (ops, "MIXED_ROWS"),
@@ -43,6 +44,7 @@ PLACES = {
 CHOICES: dict[str, dict[str, Any]] = {
     "as it is": {},
     "norms alone": {"norm": 0, "clusters": ()},
+    "norms in products, their weights later": {"near": 0},
     "norms in products, all rows": {"norm": 8, "clusters": ()},
     "hyper-connections: before": {"clusters": (), "tiles": 99},
     "hyper-connections: no clusters": {"clusters": ()},

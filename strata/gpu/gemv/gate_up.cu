@@ -84,8 +84,8 @@ gate_up(const u8 *weights, const u8 *up, const u64 *addresses, int part, i64 str
     for (int c = 0; c < chunks; c++) {
         HalfRaw raw;
         ring.take(raw);
-        half_terms(raw, at, 0, half, b, all);
-        at.next_columns(1);
+        half_terms(raw, at, half, b, all);
+        at.next();
     }
     float *traded = (float *)space + HalfSums::FLOATS * 32 * pair, out[4] = {};
     __syncthreads();

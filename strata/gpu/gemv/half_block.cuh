@@ -29,8 +29,8 @@ DEVICE void half_block(const u8 *weights, int first, int rows, const Quantised &
     for (int c = 0; c < chunks; c++) {
         typename HalfRing<F>::Raw raw;
         ring.take(raw);
-        half_terms(raw, at, 0, h, b, all);
-        at.next_columns(1);
+        half_terms(raw, at, h, b, all);
+        at.next();
     }
     float *traded = (float *)space + HalfSums::FLOATS * 32 * pair;
     __syncthreads();

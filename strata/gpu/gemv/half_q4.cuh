@@ -158,8 +158,8 @@ struct HalfPlace {
         mine = t >> 1 == g >> 2;
         least = t == 2 * h + (g >> 2);
     }
-    DEVICE void next_columns(int n) {
-        codes += n * HalfColumns::CHUNK, sums += n * HalfColumns::CHUNK, scales += n * HalfColumns::CHUNK;
+    DEVICE void next() {
+        codes += HalfColumns::CHUNK, sums += HalfColumns::CHUNK, scales += HalfColumns::CHUNK;
     }
 };
 
@@ -271,10 +271,10 @@ struct HalfHeads {
     }
 };
 
-// The terms of chunk `chunk` behind `at`. Columns that are not there get outputs that nobody wants.
+// The terms of the chunk at `at`. Columns that are not there get outputs that nobody wants.
 template <class Raw, class To>
-DEVICE void half_terms(const Raw &raw, const HalfPlace &at, int chunk, int h, HalfOperands &b, To &sums) {
-    float2 x = *(const float2 *)(at.scales + chunk * HalfColumns::CHUNK);
+DEVICE void half_terms(const Raw &raw, const HalfPlace &at, int h, HalfOperands &b, To &sums) {
+    float2 x = *(const float2 *)at.scales;
     typename Raw::Heads heads(raw, h, b);
     float scale[4], scale_min[4];
 #pragma unroll
@@ -282,7 +282,7 @@ DEVICE void half_terms(const Raw &raw, const HalfPlace &at, int chunk, int h, Ha
         scale[2 * r] = mul32(heads.d[r], x.x), scale[2 * r + 1] = mul32(heads.d[r], x.y);
         scale_min[2 * r] = mul32(heads.d_min[r], x.x), scale_min[2 * r + 1] = mul32(heads.d_min[r], x.y);
     }
-    near_if(at.least, at.sums + chunk * HalfColumns::CHUNK, b.sums);
+    near_if(at.least, at.sums, b.sums);
     float sum[4] = {0.f, 0.f, 0.f, 0.f};
     mma_f16(sum, heads.least, b.sums);
     sums.minima(sum, scale_min);
@@ -290,7 +290,7 @@ DEVICE void half_terms(const Raw &raw, const HalfPlace &at, int chunk, int h, Ha
     for (int i = 0; i < 4; i++) {
         int k = i >> 1, c = i & 1;
         u32 (&v)[4] = b.codes[c];
-        near_if(at.mine, at.codes + (chunk * HalfColumns::CHUNK + 512 * k + 256 * c), v);
+        near_if(at.mine, at.codes + (512 * k + 256 * c), v);
         float sum[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
         for (int odd = 0; odd < 2; odd++) {
