@@ -243,6 +243,11 @@ def test_norms_of_four_rows_go_by_clusters_where_there_are_any(pair, monkeypatch
     monkeypatch.setattr(pair.gpu.memory, "clusters", False)
     plain = pair.gpu._lower(program).launches
     assert not any(one.cluster > 1 for one in plain) and len(plain) == len(launches) + 2 * g.L * clusters
+    # And a window of them has the same bits.
+    monkeypatch.setitem(pair.gpu._graphs, id(program), pair.gpu._capture(program))
+    pair.fresh().window(4)
+    pair.commit(3)
+    assert pair.gs.digest() == pair.cs.digest()
 
 
 @pytest.mark.parametrize("T", [1, 2, 8])

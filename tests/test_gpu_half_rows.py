@@ -1,11 +1,14 @@
 """Dense products of Q4_K and Q5_K on tensor cores in float16, run on the CPU, against the lane rules."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from strata.gpu import gemv as package
 from strata.gpu.gemv import Place, gemv, product, relayout
 from strata.gpu.gemv.half import half_rows
+from strata.gpu.launch import Source
 from strata.pack.formats import by_name
 from tests.block_data import MODES, random_activations, random_rows
 from tests.canonical.call import assert_same, check_guards, room
@@ -68,6 +71,23 @@ def test_shared_memory(name):
     area = area_of(np.zeros((4, LONGEST[name]), np.float32), by_name(name).group)
     one = half_rows(by_name(name), 64, 2048, area.places, 64, 2048)
     assert one.shared_bytes <= 99 << 10 and one.shared_bytes - one.ring_bytes <= 64 << 10
+
+
+@pytest.mark.skipif(ON_DEVICE, reason="a kernel as older cards have it")
+@pytest.mark.parametrize("name", FORMATS)
+def test_two_stages_as_turing_has_them(name, tmp_path):
+    """Rows of fewer chunks than that and of more, in half of the rings' memory."""
+    text = tmp_path / "half_rows.cu"
+    text.write_text('#define HALF_STAGES 2\n#include "gemv/half_rows.cu"\n')
+    format = by_name(name)
+    for K in (256, 512, 1280, LONGEST[name]):
+        raw, x = random_rows(format, 21, K, "mid", seed=K), random_activations(4, K, "mid", seed=K + 1)
+        weights, area, y = aligned(relayout(format, raw)), area_of(x, format.group), room(4, 21)
+        one = half_rows(format, address(weights), 21, area.places, address(y), 21)
+        source, shared_bytes = Source(str(text), one.source.instances), one.shared_bytes - one.ring_bytes
+        run(replace(one, source=source, shared_bytes=shared_bytes), races=True)
+        check_guards(y)
+        assert_same(y, wanted(format, raw, x), f"K {K}")
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -6,10 +6,12 @@
 #pragma once
 #include "gemv/half_q5.cuh"
 
+#ifndef HALF_STAGES  // tests have both
 #if defined(STRATA_ON_CPU) || AMPERE
 #define HALF_STAGES 4
 #else
 #define HALF_STAGES 2  // Turing has no background copies, and no room
+#endif
 #endif
 
 template <class F>
