@@ -66,8 +66,8 @@ def test_tensor_cores(T):
     """Matrices of Q4_K anywhere in a list, units behind the last row of a matrix."""
     lists = (
         [("BF16", 3), ("F32", 9), ("Q4_K", 77)],
-        [("Q4_K", 5), ("Q8_0", 13), ("Q4_K", 66), ("F16", 1), ("Q6_K", 70)],
-        [("IQ4_XS", 1), ("Q4_K", 8), ("Q3_K", 17), ("Q5_K", 40), ("BF16", 18)],
+        [("Q4_K", 5), ("F32", 13), ("Q4_K", 66), ("F16", 1), ("Q4_K", 70)],
+        [("Q4_K", 1), ("Q4_K", 8), ("F16", 17), ("BF16", 40), ("Q4_K", 18)],
     )
     for i, shapes in enumerate(lists):
         launch = check(shapes, T, 512 if i else 1280, reverse=i == T % 3)
@@ -82,13 +82,15 @@ def test_tensor_cores_or_not(monkeypatch):
     assert check(shapes, 4, 5120).shared_bytes > 40000
     assert check(shapes, 2, 768).shared_bytes == check(shapes, 4, 5376).shared_bytes == 0
     assert check([("BF16", 6), ("Q5_K", 24)], 4, 768).shared_bytes == 0
+    assert check([("BF16", 6), ("Q4_K", 24), ("IQ4_XS", 9)], 4, 768).shared_bytes == 0
+    assert check([("BF16", 6), ("F32", 9)], 4, 768).shared_bytes == 0
     monkeypatch.setattr(package, "HALF_FROM", 99)
     assert check(shapes, 4, 768).shared_bytes == 0
 
 
 @pytest.mark.skipif(ON_DEVICE, reason="the device does not tell races")
 def test_threads_do_not_race():
-    check([("BF16", 6), ("Q4_K", 40), ("Q6_K", 20), ("Q4_K", 7)], 7, 512, races=True)
+    check([("BF16", 6), ("Q4_K", 40), ("F32", 20), ("Q4_K", 7)], 7, 512, races=True)
 
 
 def test_many_units_and_one_part():

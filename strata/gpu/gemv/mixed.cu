@@ -1,7 +1,8 @@
 // Products of one input with up to five dense matrices of different formats as one launch: the bits of `product` and
 // `float_gemv`. A warp takes a unit of one matrix, eight rows of a quantised one or two rows of a float one, so small
-// matrices fill processors that large ones leave idle, and nothing waits for a fork. With several columns those of Q4_K
-// may be on tensor cores: then every block has units of one matrix only, and two neighbouring warps take 16 rows.
+// matrices fill processors that large ones leave idle, and nothing waits for a fork. With several columns and no format
+// but Q4_K a kernel of their own has them on tensor cores: every block has units of one matrix only, and two neighbouring
+// warps take 16 rows.
 #include "float_rows.cuh"
 #include "gemv/half_block.cuh"
 #include "gemv/iq4_xs.cuh"
@@ -95,7 +96,7 @@ DEVICE void float_unit(const Part &p, const float *x, int from, int n, int K) {
 }
 
 // x (columns, K) as float32 and in groups of 256 and 32, where a matrix wants them. Grid: (columns / M, units / warps).
-// HALF: matrices may be on tensor cores. The code for those slows the others down, so that there are two kernels.
+// HALF: matrices in Q4_K are on tensor cores, and others are float ones.
 template <int M, bool HALF = false>
 STARTS_EARLY __global__ void __launch_bounds__(256, 2)
 mixed(const float *x, int columns, int K, int column_bytes, const i8 *codes256, const float *scales256, const int *sums256,
@@ -119,14 +120,13 @@ mixed(const float *x, int columns, int K, int column_bytes, const i8 *codes256, 
     int from = blockIdx.x * M, n = columns - from < M ? columns - from : M;
     u8 *mine = area + (threadIdx.x >> 5) * column_bytes;
     Quantised wide = {codes256, scales256, sums256}, narrow = {codes32, scales32, sums32};
-    if (p.kind < FIRST_FORMAT) {
+    if (HALF || p.kind < FIRST_FORMAT) {
         if (n <= 2) float_unit<M < 2 ? 1 : 2>(p, x, from, n, K);
         else float_unit<M>(p, x, from, n, K);
     } else if (p.kind == FIRST_FORMAT) {
         quantised_columns<Q3_K, M>(p, wide, from, n, K, mine);
     } else if (p.kind == FIRST_FORMAT + 1) {
-        if constexpr (HALF) wait_for_inputs();  // all of them are above
-        else quantised_columns<Q4_K, M>(p, wide, from, n, K, mine);
+        quantised_columns<Q4_K, M>(p, wide, from, n, K, mine);
     } else if (p.kind == FIRST_FORMAT + 2) {
         quantised_columns<Q5_K, M>(p, wide, from, n, K, mine);
     } else if (p.kind == FIRST_FORMAT + 3) {

@@ -62,12 +62,14 @@ def mixed(x: int, T: int, K: int, quantised: dict[int, Activations], parts: list
     for group in (256, 32):
         made = quantised.get(group)
         places += [pointer(at) for at in ((made.codes, made.scales, made.sums) if made else (0, 0, 0))]
-    half = [p.format.name == "Q4_K" and goes_half(p.format, T, K) for p in parts]
+    formats = [p.format for p in parts if p.format.group]
+    half = bool(formats) and all(f.name == "Q4_K" and goes_half(f, T, K) for f in formats)
     words: list[np.generic] = []
-    for p, on_cores in zip(parts, half, strict=True):
-        words += [pointer(p.address), pointer(p.y), i32(p.rows), i32(HALF_Q4 if on_cores else KINDS[p.format.name])]
+    for p in parts:
+        kind = HALF_Q4 if half and p.format.group else KINDS[p.format.name]
+        words += [pointer(p.address), pointer(p.y), i32(p.rows), i32(kind)]
     words += [pointer(0), pointer(0), i32(0), i32(0)] * (MOST_MATRICES - len(parts))
-    if any(half):
+    if half:
         grid = (-(-T // COLUMNS[-1]), sum(-(-p.units() // WARPS) for p in parts))
         one = launch(SOURCE, f"mixed<{COLUMNS[-1]}, true>", grid, 32 * WARPS, pointer(x), i32(T), i32(K), i32(0),
                      *places, *words, shared_bytes=half_bytes(K))  # fmt: skip
