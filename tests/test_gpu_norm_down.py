@@ -53,6 +53,14 @@ class Inputs:
             out[0] = reference.squeeze(out[0], squeeze)
         return normed, out
 
+    def check(self, add: bool, squeeze: int, reverse: bool = False, launcher=norm_down):
+        normed, out = self.run(add, squeeze, reverse, launcher)
+        expected, products = self.wanted(add, squeeze)
+        assert_same(normed, expected)
+        for y, wanted in zip(out, products, strict=True):
+            assert_same(y, wanted)
+        assert self.error.reported is None
+
 
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize(("T", "C", "D", "rows", "kinds"), [
@@ -67,13 +75,7 @@ class Inputs:
 ])  # fmt: skip
 def test_same_bits(add, T, C, D, rows, kinds):
     inputs = Inputs(np.random.default_rng(T + C + D), T, C, D, rows, kinds)
-    squeeze = C if T < 3 else 0
-    normed, out = inputs.run(add, squeeze, reverse=T == 2)
-    expected, products = inputs.wanted(add, squeeze)
-    assert_same(normed, expected)
-    for y, wanted in zip(out, products, strict=True):
-        assert_same(y, wanted)
-    assert inputs.error.reported is None
+    inputs.check(add, C if T < 3 else 0, reverse=T == 2)
 
 
 @pytest.mark.parametrize("add", [False, True])
@@ -91,12 +93,8 @@ def test_same_bits_with_weights_in_registers(add, C, rows, kinds):
         launches.extend(norm_down(*given, near=True, **more))
         return launches
 
-    normed, out = inputs.run(add, C, launcher=launcher)
+    inputs.check(add, C, launcher=launcher)
     assert [one.kernel for one in launches] == ["norm_down<10>" if kinds[0] == "F32" else "norm_down<10, true>"]
-    expected, products = inputs.wanted(add, C)
-    assert_same(normed, expected)
-    for y, wanted in zip(out, products, strict=True):
-        assert_same(y, wanted)
 
 
 @pytest.mark.parametrize("add", [False, True])
@@ -112,13 +110,7 @@ def test_same_bits_by_clusters(add, T, D, rows):
     needs_clusters()
     C = 4
     inputs = Inputs(np.random.default_rng(T + C + D), T, C, D, rows, ["BF16"] * len(rows))
-    squeeze = C if T != 3 else 0
-    normed, out = inputs.run(add, squeeze, reverse=T == 4, launcher=norm_down_cluster)
-    expected, products = inputs.wanted(add, squeeze)
-    assert_same(normed, expected)
-    for y, wanted in zip(out, products, strict=True):
-        assert_same(y, wanted)
-    assert inputs.error.reported is None
+    inputs.check(add, C if T != 3 else 0, reverse=T == 4, launcher=norm_down_cluster)
 
 
 @pytest.mark.parametrize("launcher", [norm_down, norm_down_cluster])

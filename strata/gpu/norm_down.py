@@ -29,6 +29,13 @@ def fits(C: int, D: int, n_matrices: int) -> bool:
     return D in WIDTHS and C <= MOST_STREAMS and 1 <= n_matrices <= MOST_MATRICES
 
 
+def _check(C: int, D: int, matrices: list[FloatMatrix], y: int, a: int) -> None:
+    need(fits(C, D, len(matrices)), "streams of a norm with its products", found=(C, D, len(matrices)),
+         needed=f"up to {MOST_STREAMS} streams of {' or '.join(map(str, WIDTHS))} values, 1 or 2 matrices")  # fmt: skip
+    need((y == 0) == (a == 0), "an added branch needs y and a")
+    need(not any(m.squeeze for m in matrices[1:]), "only the first matrix of a list is squeezed")
+
+
 def norm_down(
     x: int,
     w: int,
@@ -53,10 +60,7 @@ def norm_down(
     reported at `where`, those of the squeeze at `where_squeeze`. near: weights in 16 bits go into registers before the
     inputs are there, where there is a kernel for it. float32 addresses, 16-byte aligned matrices.
     """
-    need(fits(C, D, len(matrices)), "streams of a norm with its products", found=(C, D, len(matrices)),
-         needed=f"up to {MOST_STREAMS} streams of {' or '.join(map(str, WIDTHS))} values, 1 or 2 matrices")  # fmt: skip
-    need((y == 0) == (a == 0), "an added branch needs y and a")
-    need(not any(m.squeeze for m in matrices[1:]), "only the first matrix of a list is squeezed")
+    _check(C, D, matrices, y, a)
     words: list[np.generic] = []
     for m in matrices + [FloatMatrix("F32", 0, 0, 0)] * (MOST_MATRICES - len(matrices)):
         words += [pointer(m.address), pointer(m.y), i32(m.rows), i32(KINDS[m.format_name])]
@@ -85,10 +89,8 @@ def norm_down_cluster(
     a: int = 0,
 ) -> list[Launch]:
     """As `norm_down`, for MOST_STREAMS streams, BF16 matrices and devices with clusters (`launch.CLUSTERS_FROM`)."""
-    need(C == MOST_STREAMS and fits(C, D, len(matrices)), "streams of a norm by clusters", found=(C, D, len(matrices)),
-         needed=f"{MOST_STREAMS} streams of {' or '.join(map(str, WIDTHS))} values, 1 or 2 matrices")  # fmt: skip
-    need((y == 0) == (a == 0), "an added branch needs y and a")
-    need(not any(m.squeeze for m in matrices[1:]), "only the first matrix of a list is squeezed")
+    _check(C, D, matrices, y, a)
+    need(C == MOST_STREAMS, "streams of a norm by clusters", found=C, needed=MOST_STREAMS)
     need(all(m.format_name == "BF16" for m in matrices), "matrices of a norm by clusters", needed="BF16",
          found=[m.format_name for m in matrices])  # fmt: skip
     words: list[np.generic] = []

@@ -76,22 +76,10 @@ gate_up(const u8 *weights, const u8 *up, const u64 *addresses, int part, i64 str
     int entry[4], columns = g.next<4>(entry);
     HalfColumns{space}.bring<4>(columns_of(x, entry, share, K), columns, K, threadIdx.x, blockDim.x);
     __syncthreads();
-    HalfPlace at(space, half, min(row & 3, columns - 1));
     HalfSums all;
-    all.clear();
-    HalfOperands b(half);
-#pragma unroll 1
-    for (int c = 0; c < chunks; c++) {
-        HalfRaw raw;
-        ring.take(raw);
-        half_terms(raw, at, half, b, all);
-        at.next();
-    }
-    float *traded = (float *)space + HalfSums::FLOATS * 32 * pair, out[4] = {};
-    __syncthreads();
-    if (half) all.give(traded);
-    __syncthreads();
-    if (!half) all.rows(traded, out);
+    const float *others = half_sums(ring, space, columns, chunks, all);
+    float out[4] = {};
+    if (!half) all.rows(others, out);
     // Of the two threads that have the same outputs, each takes a column.
     finish_hidden(t >> 1 ? out[1] : out[0], t >> 1 ? out[3] : out[2], !half, 8 * pair + row, 2 * (t & 1) + (t >> 1),
                   [&](int c) { return entry_of(c, entry); }, columns, g.expert, rows, tile, h, hidden);

@@ -21,24 +21,11 @@ DEVICE void half_block(const u8 *weights, int first, int rows, const Quantised &
     for (int i = 0; i < 4; i++) columns.row[i] = (u32)(from + min(i, n - 1)) * (u32)K;
     HalfColumns{space}.bring<4, true>(columns, n, K, threadIdx.x, blockDim.x);
     __syncthreads();
-    HalfPlace at(space, h, min(g & 3, n - 1));
     HalfSums all;
-    all.clear();
-    HalfOperands b(h);
-#pragma unroll 1
-    for (int c = 0; c < chunks; c++) {
-        typename HalfRing<F>::Raw raw;
-        ring.take(raw);
-        half_terms(raw, at, h, b, all);
-        at.next();
-    }
-    float *traded = (float *)space + HalfSums::FLOATS * 32 * pair;
-    __syncthreads();
-    if (h) all.give(traded);
-    __syncthreads();
+    const float *others = half_sums(ring, space, n, chunks, all);
     if (h) return;
     float out[4];
-    all.rows(traded, out);
+    all.rows(others, out);
     // Of the two threads that have the same outputs, each takes a column.
     int column = 2 * (t & 1) + (t >> 1), row = first + 16 * pair + g;
     if (column >= n) return;

@@ -85,3 +85,25 @@ struct HalfRing {
         ask();
     }
 };
+
+// Sums of a warp's eight lanes, of 16 rows and `columns` <= 4 columns, which HalfColumns{space} has. All threads of a block come
+// here, and what space had is gone then: the sums of warps h = 1 are there, for HalfSums::rows of the others.
+template <class F>
+DEVICE const float *half_sums(HalfRing<F> &ring, u8 *space, int columns, int chunks, HalfSums &all) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, pair = warp >> 1, h = warp & 1, g = lane >> 2;
+    HalfPlace at(space, h, min(g & 3, columns - 1));
+    all.clear();
+    HalfOperands b(h);
+#pragma unroll 1
+    for (int c = 0; c < chunks; c++) {
+        typename HalfRing<F>::Raw raw;
+        ring.take(raw);
+        half_terms(raw, at, h, b, all);
+        at.next();
+    }
+    float *traded = (float *)space + HalfSums::FLOATS * 32 * pair;
+    __syncthreads();
+    if (h) all.give(traded);
+    __syncthreads();
+    return traded;
+}
