@@ -38,10 +38,12 @@ def run(monkeypatch, path):
 
 def test_names_of_choices():
     assert chosen("all") == CHOICES and list(chosen("off")) == ["as it is", "early: off", "all off"]
-    assert list(chosen("branches, norms alone")) == ["as it is", "norms alone", "products in branches",
-                                                     "early: joins, norms alone"]  # fmt: skip
-    with pytest.raises(BadArgument, match="names no choice"):
-        chosen("nothing")
+    assert list(chosen("branches, norms al")) == ["as it is", "norms alone", "products in branches",
+                                                  "early: joins and norms alone"]  # fmt: skip
+    assert all(list(chosen(name)) == list(dict.fromkeys(["as it is", name])) and "," not in name for name in CHOICES)
+    for text in ("nothing", "off,nothing", "all,off", "", ","):
+        with pytest.raises(BadArgument, match="names no choice"):
+            chosen(text)
     assert list(LEVELS.values()) == list(range(early_launch.JOINS + 1)), "off first: the others are compared with it"
     assert {place for values in CHOICES.values() for place in values} == set(PLACES)
     for name, values in CHOICES.items():

@@ -44,8 +44,8 @@ PLACES = {
 CHOICES: dict[str, dict[str, Any]] = {
     "as it is": {},
     "norms alone": {"norm": 0, "clusters": ()},
-    "norms in products, their weights later": {"near": 0},
-    "norms in products, all rows": {"norm": 8, "clusters": ()},
+    "norms in products: weights later": {"near": 0},
+    "norms in products: all rows": {"norm": 8, "clusters": ()},
     "hyper-connections: before": {"clusters": (), "tiles": 99},
     "hyper-connections: no clusters": {"clusters": ()},
     "hyper-connections: up row by row": {"tiles": 99},
@@ -55,7 +55,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "n-gram rows in line": {"ahead": False},
     "combine apart": {"combine": 0},
     "router apart": {"router": ()},
-    "router in its product, all rows": {"router": tuple(range(1, WINDOW_ROWS + 1))},
+    "router in its product: all rows": {"router": tuple(range(1, WINDOW_ROWS + 1))},
     "experts: every entry alone": {"alone": tuple(range(2, WINDOW_ROWS + 1))},
     "experts: entries together": {"alone": ()},
     "tensor cores: few rows as before": {"shared out": 99},
@@ -68,7 +68,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "early: side chains too": {"early": early_launch.CHAINS},
     "early: behind forks too": {"early": early_launch.FORKS},
     "early: behind joins too": {"early": early_launch.JOINS},
-    "early: joins, norms alone": {"early": early_launch.JOINS, "norm": 0, "clusters": ()},
+    "early: joins and norms alone": {"early": early_launch.JOINS, "norm": 0, "clusters": ()},
     "all off": {"norm": 0, "clusters": (), "mixed": 0, "early": early_launch.OFF},
 }
 LEVELS = {name: values["early"] for name, values in CHOICES.items() if tuple(values) == ("early",)}
@@ -97,16 +97,19 @@ class Kept:
     differ: tuple[int, ...]
 
 
-def chosen(text: str) -> dict[str, dict[str, int]]:
-    """Choices whose names hold one of the words of "early,norms", or all of them; "as it is" is always there."""
+def chosen(text: str) -> dict[str, dict[str, Any]]:
+    """The choices that "early,norms alone" names, by names or by parts of them, or all; "as it is" is always there."""
     words = [w.strip() for w in text.split(",") if w.strip()]
     if words == ["all"]:
         return CHOICES
-    found = {name: values for name, values in CHOICES.items() if not values or any(w in name for w in words)}
-    if len(found) < 2:
-        names = ", ".join(CHOICES)
-        raise BadArgument("--compare names no choice", found=repr(text), needed=f"all, or parts of: {names}")
-    return found
+    found = {"as it is"}
+    for word in words or [""]:
+        named = {word} if word in CHOICES else {name for name in CHOICES if word and word in name}
+        if not named or word == "all":
+            raise BadArgument("--compare names no choice", found=repr(word),
+                              needed="all, or parts of: " + "; ".join(CHOICES))  # fmt: skip
+        found |= named
+    return {name: values for name, values in CHOICES.items() if name in found}
 
 
 @contextmanager
