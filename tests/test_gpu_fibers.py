@@ -32,6 +32,7 @@ __global__ void exchange_or_barrier(int *out) {
     if (threadIdx.x == 33) __syncwarp();
     __syncthreads();
 }
+__global__ void store_pair(int *out, int at) { *(uint2 *)(out + at) = make_uint2(1, 2); }
 """
 
 
@@ -39,7 +40,7 @@ __global__ void exchange_or_barrier(int *out) {
 def made(tmp_path_factory) -> Source:
     path = tmp_path_factory.mktemp("kernels") / "harness.cu"
     path.write_text(KERNELS)
-    return Source(str(path), ("who", "rounds", "halves", "exchange_without", "exchange_or_barrier"))
+    return Source(str(path), ("who", "rounds", "halves", "exchange_without", "exchange_or_barrier", "store_pair"))
 
 
 def of(source: Source, kernel: str, threads: int, *arguments: object) -> Launch:
@@ -85,3 +86,12 @@ def test_lanes_that_wait_for_ever_are_told(made, kernel, told, reverse):
     out = np.zeros(64, np.int32)
     with pytest.raises(AssertionError, match=told):
         run(of(made, kernel, 32 if kernel == "exchange_without" else 64, out), reverse=reverse)
+
+
+def test_values_that_are_not_aligned_are_told(made):
+    """A device faults there; the CPU would not."""
+    out = np.zeros(8, np.int64).view(np.int32)
+    run(of(made, "store_pair", 1, out, np.int32(2)))
+    assert out[2:5].tolist() == [1, 2, 0]
+    with pytest.raises(AssertionError, match=r"a value that is not aligned, .*harness\.cu:\d+"):
+        run(of(made, "store_pair", 1, out, np.int32(1)))

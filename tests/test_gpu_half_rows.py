@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from strata.gpu import gemv as package
-from strata.gpu.gemv import Place, gemv, product, relayout
+from strata.gpu.gemv import Place, gemv, half, product, relayout
 from strata.gpu.gemv.half import half_rows
-from strata.gpu.launch import Source
+from strata.gpu.launch import Source, made_for
 from strata.pack.formats import by_name
 from tests.block_data import MODES, random_activations, random_rows
 from tests.canonical.call import assert_same, check_guards, room
@@ -97,9 +97,35 @@ def test_rows_of_any_number(rows, name):
     check(name, raw, x, spare=0)
 
 
+@pytest.mark.parametrize("T", [3, 4, 7])
+@pytest.mark.parametrize("K", [256, 1280])
+@pytest.mark.parametrize("name", FORMATS)
+def test_blocks_that_stay(name, K, T, monkeypatch):
+    """A block takes tile after tile, fewer chunks each than are on their way and more; the last one ends anywhere."""
+    monkeypatch.setattr(half, "STAYING_ROWS", 1)
+    for rows in (64, 321):
+        raw, x = random_rows(by_name(name), rows, K, "plain", seed=rows), random_activations(T, K, "mid", seed=rows)
+        check(name, raw, x, reverse=T == 4)
+
+
+@pytest.mark.parametrize(("processors", "four", "eight"), [(1, 2, 1), (132, 264, 132), (4096, 1100, 1100)])
+def test_blocks_that_a_device_makes(processors, four, eight):
+    """As many as have room, shared with the groups of columns, and no more than there are tiles."""
+    for T, blocks in ((4, four), (8, eight)):
+        x = area_of(np.zeros((T, 256), np.float32), 256).places
+        one = half_rows(by_name("Q4_K"), 64, 70400, x, 64, 70400)
+        assert one.grid == (T // 4, 1100, 1)
+        assert made_for(one, 90, processors).grid == (T // 4, blocks, 1)
+        assert made_for(replace(one, staying=0), 90, 1).grid == one.grid
+
+
 @pytest.mark.skipif(ON_DEVICE, reason="the device does not tell races")
 @pytest.mark.parametrize("name", FORMATS)
-def test_threads_do_not_race(name):
+def test_threads_do_not_race(name, monkeypatch):
+    raw, x = random_rows(by_name(name), 300, 512, "plain", seed=1), random_activations(4, 512, "plain", seed=2)
+    with monkeypatch.context() as one:
+        one.setattr(half, "STAYING_ROWS", 1)
+        check(name, raw, x, races=True)
     for rows, K, T in ((77, 768, 7), (19, 256, 4)):
         raw, x = random_rows(by_name(name), rows, K, "plain", seed=rows), random_activations(T, K, "plain", seed=K)
         check(name, raw, x, races=True)
@@ -123,7 +149,8 @@ def test_which_products(monkeypatch, name):
     assert kernel(8192, 4, name="Q6_K") == "product"
     format = by_name(name)
     area = area_of(np.zeros((4, 256), np.float32), format.group)
-    (one,) = product(format, Place(64), 8192, area.places, 64)
-    assert (one.kernel, one.grid, one.block[0]) == (f"half_rows<{name}>", (1, 128, 1), 256)
+    for rows, stays in ((8192, "false"), (65536, "true")):
+        (one,) = product(format, Place(64), rows, area.places, 64)
+        assert (one.kernel, one.grid, one.block[0]) == (f"half_rows<{name}, {stays}>", (1, rows // 64, 1), 256)
     monkeypatch.setattr(package, "HALF_FROM", 99)
     assert [kernel(rows, 4, name=name) for rows in (2560, 8192, 248320)] == ["split", "product", "huge"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +19,7 @@ from strata.gpu.capture import Capture
 from strata.gpu.compile import compile_source
 from strata.gpu.driver_calls import DriverCalls, told
 from strata.gpu.early_launch import EarlyLaunches
-from strata.gpu.launch import CLUSTERS_FROM, Launch, Source
+from strata.gpu.launch import CLUSTERS_FROM, Launch, Source, made_for
 from strata.gpu.presence import import_cupy
 
 ALIGN = 256
@@ -28,8 +27,6 @@ PAGE_BYTES = 2 << 20
 """What the driver rounds an allocation up to. A session has dozens of buffers, so the rests are used too."""
 SURE_SHARED_BYTES = 32 << 10
 """Dynamic shared memory that needs no leave of the driver: 48 KiB less what kernels have of their own."""
-LEAST_RING_ARCH = 80
-"""From here on kernels have the rings of `Launch.ring_bytes`."""
 LOAD_LESS = "Close what else uses the device, or load with a smaller context, fewer sessions or fewer slots."
 PIN_LESS = "Let the device use less host memory, or raise the limit of locked memory."
 HELD_WAIT_S = 0.0003
@@ -148,7 +145,7 @@ class CupyDevice:
         self.arch = 10 * major + minor
         self.clusters = self.arch >= CLUSTERS_FROM
         properties = self._runtime.getDeviceProperties(index)
-        name = properties["name"]
+        name, self.processors = properties["name"], int(properties["multiProcessorCount"])
         self.name = name.decode() if isinstance(name, bytes) else str(name)
         self.limit_bytes, self.taken_bytes = limit_bytes, 0
         self.can_read_host = self._has("HostRegisterSupported") and self._has("CanUseHostPointerForRegisteredMem")
@@ -321,8 +318,7 @@ class CupyDevice:
         prepared = []
         for launch in launches:
             function = self._function(launch)
-            if launch.ring_bytes and self.arch < LEAST_RING_ARCH:
-                launch = replace(launch, shared_bytes=launch.shared_bytes - launch.ring_bytes, ring_bytes=0)
+            launch = made_for(launch, self.arch, self.processors)
             if launch.shared_bytes > self._shared_bytes.get(function.ptr, SURE_SHARED_BYTES):
                 attribute = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 self._cupy.cuda.driver.funcSetAttribute(function.ptr, attribute, launch.shared_bytes)

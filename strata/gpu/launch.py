@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -17,6 +17,9 @@ import numpy as np
 from strata.base.errors import BadArgument, need
 
 FOLDER = Path(__file__).resolve().parent
+
+RINGS_FROM = 80
+"""First architecture whose kernels have the rings of `Launch.ring_bytes`."""
 
 CLUSTERS_FROM = 90
 """First architecture whose blocks form clusters."""
@@ -50,6 +53,8 @@ class Launch:
     ahead         such launches run one behind the other, beside all others, from where the first of them stands
     meets         a launch outside of forks that waits for all launches ahead
     cluster       blocks of a cluster, as the kernel has it (cluster.cuh), or 1; from sm_90 on (CLUSTERS_FROM)
+    staying       unless 0: at most so many blocks for each processor are made, by a shorter y axis of the grid, and
+                  share out what the whole grid would do
     """
 
     source: Source
@@ -66,6 +71,7 @@ class Launch:
     meets: bool = False
     ring_bytes: int = 0
     cluster: int = 1
+    staying: int = 0
 
     def __post_init__(self) -> None:
         need(self.kernel in self.source.instances, f"{self.source.file} has no instance {self.kernel}",
@@ -76,6 +82,16 @@ class Launch:
         for i, a in enumerate(self.args):
             if type(a) not in (np.uint64, np.int32, np.int64, np.float32, np.float64):
                 raise BadArgument(f"argument {i} of {self.kernel}", found=type(a).__name__, needed="a numpy scalar")
+
+
+def made_for(one: Launch, arch: int, processors: int) -> Launch:
+    """The launch as a device of architecture sm_`arch` with so many processors makes it."""
+    if one.ring_bytes and arch < RINGS_FROM:
+        one = replace(one, shared_bytes=one.shared_bytes - one.ring_bytes, ring_bytes=0)
+    if one.staying:
+        x, y, z = one.grid
+        one = replace(one, grid=(x, min(y, max(one.staying * processors // (x * z), 1)), z))
+    return one
 
 
 def launch(

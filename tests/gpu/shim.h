@@ -27,11 +27,11 @@
 #define __launch_bounds__(...)
 #define __align__(n) alignas(n)
 
-struct uint2 { unsigned x, y; };
+struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
-struct int2 { int x, y; };
+struct alignas(8) int2 { int x, y; };
 struct alignas(16) int4 { int x, y, z, w; };
-struct float2 { float x, y; };
+struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static inline float2 make_float2(float x, float y) { return {x, y}; }
@@ -40,6 +40,14 @@ static inline int2 make_int2(int x, int y) { return {x, y}; }
 static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 #include "fibers.h"
+
+// A device faults where a value of several words is not aligned; the compiler calls this at such a place (-fsanitize=alignment).
+struct Place { const char *file; unsigned line, column; };
+extern "C" __attribute__((visibility("hidden"))) void __ubsan_handle_type_mismatch_v1(const Place *at, void *) {
+    static char what[200];
+    snprintf(what, sizeof what, "a value that is not aligned, %s:%u", at->file, at->line);
+    shim::fail(what);
+}
 
 namespace shim {
 

@@ -53,34 +53,38 @@ gate_up(const u8 *weights, const u8 *up, const u64 *addresses, int part, i64 str
     u32 bytes = (u32)row_block_bytes<Q4_K>(K);
     wait_for_inputs();
     let_next_start();
-    Group g = group_of_expert(ids, decisions, take, jobs, n);
-    if (!g.have) return;
+    Group wanted = group_of_expert(ids, decisions, take, jobs, n);
+    if (!wanted.have) return;
     if (addresses) {
-        weights = (const u8 *)addresses[3 * g.expert + part];
-        up = (const u8 *)addresses[3 * g.expert + part + 1];
+        weights = (const u8 *)addresses[3 * wanted.expert + part];
+        up = (const u8 *)addresses[3 * wanted.expert + part + 1];
     } else {
-        weights += g.expert * stride;
-        up += g.expert * stride;
+        weights += wanted.expert * stride;
+        up += wanted.expert * stride;
     }
     Quantised x = {codes, scales, sums};
     Hidden h = {up, h_codes, h_scales, h_sums, factors, experts, error, where};
-    if (__popc(g.have) == 1) {
-        rows_of_block<Q4_K, 1, 1>(weights, g, x, share, nullptr, rows, K, h, hidden, space, tile, [](int, int, float) {});
+    if (__popc(wanted.have) == 1) {
+        rows_of_block<Q4_K, 1, 1>(weights, wanted, x, share, nullptr, rows, K, h, hidden, space, tile, [](int, int, float) {});
         return;
     }
-    int lane = threadIdx.x & 31, pair = warp >> 1, half = warp & 1, t = lane & 3, row = lane >> 2, chunks = K >> 8;
-    u32 first = 8 * tile + 2 * pair;
-    HalfRing<Q4_K> ring(space + ring_at + warp * HalfRing<Q4_K>::BYTES,
-                        [&](int i) { return (i < 2 ? weights : up) + (u64)((first + (i & 1)) * bytes); }, half, chunks);
-    ring.start();
-    int entry[4], columns = g.next<4>(entry);
-    HalfColumns{space}.bring<4>(columns_of(x, entry, share, K), columns, K, threadIdx.x, blockDim.x);
+    int lane = threadIdx.x & 31, half = warp & 1, t = lane & 3, g = lane >> 2, chunks = K >> 8;
+    HalfRing<Q4_K> ring(space + ring_at + warp * HalfRing<Q4_K>::BYTES, chunks);
+    // Rows 0 .. 3 of a product are gate, 4 .. 7 up, and so on.
+    u32 front = (u32)(8 * tile + (warp & 6)) * bytes;
+    ring.aim([&](int i) { return (i & 1 ? up : weights) + (u64)front + (i >> 1) * bytes; }, half);
+    auto next = [] { return false; };
+    ring.start(next);
+    int entry[4], columns = wanted.next<4>(entry);
+    HalfColumns{space}.bring(columns_of(x, entry, share, K), columns, K, threadIdx.x, blockDim.x);
     __syncthreads();
-    HalfSums all;
-    const float *others = half_sums(ring, space, columns, chunks, all);
-    float out[4] = {};
-    if (!half) all.rows(others, out);
-    // Of the two threads that have the same outputs, each takes a column.
-    finish_hidden(t >> 1 ? out[1] : out[0], t >> 1 ? out[3] : out[2], !half, 8 * pair + row, 2 * (t & 1) + (t >> 1),
-                  [&](int c) { return entry_of(c, entry); }, columns, g.expert, rows, tile, h, hidden);
+    HalfOperands b(half);
+    half_tile(ring, HalfPlace(space, half, min(g & 3, columns - 1)), half, b, next, [&](const float (&out)[2]) {
+        // Of the two threads that have the same outputs, each takes a column.
+        float value = t >> 1 ? out[1] : out[0];
+        if (factors) value = mul32(value, factors[(g < 4 ? 0 : experts) + wanted.expert]);
+        float above = __shfl_xor_sync(ALL_LANES, value, 16);
+        if (g < 4) hidden[2 * (t & 1) + (t >> 1)][4 * warp + g] = swiglu32(value, above);
+    });
+    quantise_hidden([&](int c) { return entry_of(c, entry); }, columns, wanted.expert, rows, tile, h, hidden);
 }

@@ -10,14 +10,19 @@ from strata.pack.formats import BlockFormat
 
 STAGE_BYTES = {"Q4_K": 1280, "Q5_K": 1536}
 """Of a chunk that is on its way to a warp, by format (half_ring.cuh)."""
-SOURCE = Source("gemv/half_rows.cu", tuple(f"half_rows<{name}>" for name in STAGE_BYTES))
+SOURCE = Source(
+    "gemv/half_rows.cu", tuple(f"half_rows<{name}, {stays}>" for name in STAGE_BYTES for stays in ("false", "true"))
+)
+STAYING, STAYING_ROWS = 2, 65536
+"""Blocks that have room on a processor: so many take all tiles of a matrix with that many rows and more. Code for one
+tile is faster where each has one."""
 COLUMNS, WARPS, WARP_ROWS = 4, 8, 8
 """Columns and warps of a block, and rows of a warp. Blocks of four warps were 1 to 35 % slower with four columns."""
 
 
 def half_bytes(K: int) -> int:
     """Shared memory of a block for four columns of K values in float16 (half_q4.cuh)."""
-    return max(K // 256 * 2192, 4 * 20 * 32 * 4)
+    return K // 256 * 2192
 
 
 def with_rings(one: Launch, format: str = "Q4_K") -> Launch:
@@ -31,5 +36,7 @@ def half_rows(format: BlockFormat, weights: int, rows: int, x: Activations, y: i
     grid = (-(-x.T // COLUMNS), -(-rows // (WARP_ROWS * WARPS)))
     args = (pointer(weights), i32(x.T), pointer(x.codes), pointer(x.scales), pointer(x.sums), pointer(y), i64(y_stride),
             i32(rows), i32(x.K))  # fmt: skip
-    one = launch(SOURCE, f"half_rows<{format.name}>", grid, 32 * WARPS, *args, shared_bytes=half_bytes(x.K))
-    return with_rings(one, format.name)
+    stays = rows >= STAYING_ROWS
+    one = launch(SOURCE, f"half_rows<{format.name}, {str(stays).lower()}>", grid, 32 * WARPS, *args,
+                 shared_bytes=half_bytes(x.K))  # fmt: skip
+    return replace(with_rings(one, format.name), staying=STAYING * stays)

@@ -51,53 +51,34 @@ struct HalfColumns {
             make_uint2(halves(i32_f32(s.x), i32_f32(s.z)), halves(i32_f32(s.y), i32_f32(s.w)));
     }
 
-    // Threads of a block bring n columns of K values. They are there after a barrier. TOGETHER: the first sums and scales are
-    // on their way with the codes, which takes a few registers more.
-    template <int T, bool TOGETHER = false>
-    DEVICE void bring(const Columns<T> &x, int n, int K, int thread, int threads) const {
-        int chunks = K >> 8;
-        auto column_of = [&](int i, int items, int &at) {
-            int column = (i >= items) + (i >= 2 * items) + (i >= 3 * items);
-            at = i - column * items;
-            return column;
-        };
-        auto row_of = [&](int column) {
-            u32 row = x.row[0];
-#pragma unroll
-            for (int t = 1; t < T; t++) row = column == t ? x.row[t] : row;
-            return row;
-        };
-        // Items of four words of both sub-blocks of a pair: groups 4 half .. of lanes 8h ..; two at once.
-        auto codes_of = [&](int i) {
-            int at, column = column_of(i, 8 * chunks, at);
-            return x.codes + (row_of(column) + 256 * (at >> 3) + place_of(at & 7));
-        };
-        auto put = [&](int i, const uint4 &low, const uint4 &high) {
-            int at, column = column_of(i, 8 * chunks, at);
-            put_codes(space + (at >> 3) * CHUNK, at & 7, column, low, high);
-        };
-        // Items of sums and scales.
+    // Threads of a block bring n <= 4 columns of K values; they are there after a barrier. Eight neighbouring threads write 128
+    // bytes side by side, and a warp takes a chunk: otherwise four of them would meet in the same banks.
+    DEVICE void bring(const Columns<4> &x, int n, int K, int thread, int threads) const {
+        int column = thread & 3, part = (thread & 4) | (thread >> 3 & 3), chunks = K >> 8;
+        if (column >= n) return;
+        u32 row = column & 2 ? (column & 1 ? x.row[3] : x.row[2]) : column & 1 ? x.row[1] : x.row[0];
+        // Sums and scales: five items of a chunk.
         auto rest_at = [&](int i) {
-            int at, column = column_of(i, 5 * chunks, at), chunk = at / 5;
-            return rest_of(at - 5 * chunk, x, row_of(column) + 256 * chunk);
+            int chunk = i / 5;
+            return rest_of(i - 5 * chunk, x, row + 256 * chunk);
         };
         auto put_rest_at = [&](int i, const int4 &s) {
-            int at, column = column_of(i, 5 * chunks, at), chunk = at / 5;
-            put_rest(space + chunk * CHUNK, at - 5 * chunk, column, s);
+            int chunk = i / 5;
+            put_rest(space + chunk * CHUNK, i - 5 * chunk, column, s);
         };
-        int items = 8 * chunks * n, rests = 5 * chunks * n;
-        int4 rest = {};
-        if (TOGETHER) rest = rest_at(min(thread, rests - 1));
+        // The first of both, and codes of two chunks at once, are on their way together.
+        int first = thread >> 2, step = threads >> 2, across = threads >> 5;
+        int4 rest = rest_at(min(first, 5 * chunks - 1));
 #pragma unroll 1
-        for (int i = thread; i < items; i += 2 * threads) {
-            const i8 *one = codes_of(i), *other = codes_of(min(i + threads, items - 1));
-            uint4 a = codes16(one), b = codes16(one + 32), c = codes16(other), d = codes16(other + 32);
-            put(i, a, b);
-            if (i + threads < items) put(i + threads, c, d);
+        for (int c = thread >> 5; c < chunks; c += 2 * across) {
+            const i8 *one = x.codes + (row + 256 * c + place_of(part)), *other = one + 256 * (c + across < chunks ? across : 0);
+            uint4 low = codes16(one), high = codes16(one + 32), later = codes16(other), late = codes16(other + 32);
+            put_codes(space + c * CHUNK, part, column, low, high);
+            if (c + across < chunks) put_codes(space + (c + across) * CHUNK, part, column, later, late);
         }
-        if (TOGETHER && thread < rests) put_rest_at(thread, rest);
+        if (first < 5 * chunks) put_rest_at(first, rest);
 #pragma unroll 1
-        for (int i = thread + (TOGETHER ? threads : 0); i < rests; i += threads) put_rest_at(i, rest_at(i));
+        for (int i = first + step; i < 5 * chunks; i += step) put_rest_at(i, rest_at(i));
     }
 };
 
@@ -142,12 +123,50 @@ DEVICE void near_if(bool on, Near p, u32 (&to)[2]) {
 #endif
 }
 
+// What is there in shared memory, behind what was asked for before.
+DEVICE void near_get(Near p, u32 (&to)[4]) {
+#ifdef STRATA_ON_CPU
+    near_if(true, p, to);
+#else
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3},[%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(p) : "memory");
+#endif
+}
+DEVICE void near_get(Near p, u32 (&to)[2]) {
+#ifdef STRATA_ON_CPU
+    near_if(true, p, to);
+#else
+    asm volatile("ld.shared.v2.u32 {%0,%1},[%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(p) : "memory");
+#endif
+}
+DEVICE u32 near_word(Near p) {
+#ifdef STRATA_ON_CPU
+    return *(const u32 *)p;
+#else
+    u32 v; asm volatile("ld.shared.u32 %0,[%1];" : "=r"(v) : "r"(p) : "memory"); return v;
+#endif
+}
+
+// `copy` of 16 bytes (gemm/tensor.cuh) if `on`, without a branch.
+DEVICE void copy16_if(bool on, Near to, const u8 *from) {
+#if defined(STRATA_ON_CPU)
+    if (on) copy<16>((void *)to, from);
+#elif AMPERE
+    asm volatile("{.reg .pred p;\nsetp.ne.u32 p,%2,0;\n@p cp.async.cg.shared.global [%0],[%1],16;}"
+                 :: "r"(to), "l"(from), "r"((u32)on) : "memory");
+#else
+    if (!on) return;
+    uint4 v = *(const uint4 *)from;
+    asm volatile("st.shared.v4.u32 [%0],{%1,%2,%3,%4};" :: "r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+#endif
+}
+
 // Where a thread finds its own of the columns.
 // Warps come in pairs: warp h of a pair has lanes 8h .. 8h + 7, and of minima lanes 2h and 2h + 1.
 struct HalfPlace {
     Near codes, sums;
     const u8 *scales;
-    bool mine, least;  // whether columns g of b are lanes of this thread, or minima of it
+    u32 mine, least;  // whether columns g of b are lanes of this thread, or minima of it
 
     // column: the one of four that stands in columns g of b.
     DEVICE HalfPlace(const u8 *piece, int h, int column) {
@@ -155,8 +174,8 @@ struct HalfPlace {
         codes = near_of(piece + 1024 * h + 16 * (4 * t + column));
         sums = near_of(piece + (HalfColumns::SUMS + 8 * (4 * t + column)));
         scales = piece + (HalfColumns::SCALES + 8 * (t & 1));
-        mine = t >> 1 == g >> 2;
-        least = t == 2 * h + (g >> 2);
+        mine = opaque((u32)(t >> 1 == g >> 2));  // else they are found again for every chunk
+        least = opaque((u32)(t == 2 * h + (g >> 2)));
     }
     DEVICE void next() {
         codes += HalfColumns::CHUNK, sums += HalfColumns::CHUNK, scales += HalfColumns::CHUNK;
@@ -172,7 +191,7 @@ struct HalfRaw {
 
 // d as tensor cores leave it: rows g and g + 8, columns 2t and 2t + 1.
 struct HalfSums {
-    enum { FLOATS = 20 };
+    enum { TRADED = 10 * 32 * 4 };  // bytes that a warp gives away
     float v[2][2][4], m[4];
     DEVICE void clear() {
 #pragma unroll
@@ -189,28 +208,32 @@ struct HalfSums {
 #pragma unroll
         for (int i = 0; i < 4; i++) m[i] = fma32(d[i], scale[i], m[i]);
     }
-    // Those of the other warp of a pair, by way of FLOATS * 32 floats of shared memory.
-    DEVICE void give(float *to) const {
-        to += threadIdx.x & 31;
+    // Each warp of a pair ends eight rows: warp h those of d's rows g + 8h. The other's sums go to it.
+    DEVICE void give(int h, u8 *space) const {
+        float *to = (float *)space + (threadIdx.x & 31);
 #pragma unroll
-        for (int i = 0; i < 16; i++) to[32 * i] = (&v[0][0][0])[i];
+        for (int j = 0; j < 2; j++) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) to[32 * (16 + i)] = m[i];
+            for (int i = 0; i < 4; i++) to[32 * (4 * j + i)] = h ? v[i >> 1][i & 1][j] : v[i >> 1][i & 1][2 + j];
+            to[32 * (8 + j)] = h ? m[j] : m[2 + j];
+        }
     }
-    // The fixed trees: y of rows g (0, 1) and g + 8 (2, 3), columns 2 (t mod 2) and the next one.
-    DEVICE void rows(const float *other, float (&y)[4]) const {
-        other += threadIdx.x & 31;
+    // The fixed trees, with what the other warp gave: y of row g + 8h, columns 2 (t mod 2) and the next one.
+    DEVICE void rows(int h, const u8 *space, float (&y)[2]) const {
+        const float *other = (const float *)space + (threadIdx.x & 31);
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
+        for (int j = 0; j < 2; j++) {
             float s[2];
 #pragma unroll
             for (int c = 0; c < 2; c++) {
-                s[c] = add32(add32(v[0][c][i], other[32 * (4 * c + i)]), add32(v[1][c][i], other[32 * (8 + 4 * c + i)]));
+                float low = add32(h ? v[0][c][2 + j] : v[0][c][j], other[32 * (4 * j + c)]);
+                float high = add32(h ? v[1][c][2 + j] : v[1][c][j], other[32 * (4 * j + 2 + c)]);
+                s[c] = add32(low, high);
                 s[c] = add32(s[c], __shfl_xor_sync(ALL_LANES, s[c], 2));
             }
-            float least = add32(m[i], other[32 * (16 + i)]);
+            float least = add32(h ? m[2 + j] : m[j], other[32 * (8 + j)]);
             least = add32(least, __shfl_xor_sync(ALL_LANES, least, 2));
-            y[i] = add32(sub32(add32(s[0], s[1]), least), 0.f);
+            y[j] = add32(sub32(add32(s[0], s[1]), least), 0.f);
         }
     }
 };

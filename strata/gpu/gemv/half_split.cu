@@ -134,7 +134,7 @@ struct HalfAside {
 
     DEVICE void start(const Columns<4> &x, int n) {
         typedef HalfSplit S;
-        int i = threadIdx.x, lane = i & 31, chunk = i >> 5 & 7, column = i >> 3 & 3;
+        int i = threadIdx.x, lane = i & 31, chunk = i >> 5 & 7, column = i & 3;
         bool fifth = i >= 160, least = fifth ? i >= 192 : i >= 128;
         u32 factor = fifth ? 512 + 64 * least + 16 * (i >> 1 & 3) : 256 * least + 16 * (2 * (lane >> 2) + (lane & 1));
 #pragma unroll
@@ -143,8 +143,9 @@ struct HalfAside {
         from = (column & 2 ? (column & 1 ? x.row[3] : x.row[2]) : column & 1 ? x.row[1] : x.row[0]) + 256 * chunk;
         some = i >= 256 && column < n;
     }
-    DEVICE static int part() { return threadIdx.x & 7; }
-    DEVICE static int column() { return threadIdx.x >> 3 & 3; }
+    // Eight neighbours store 128 bytes side by side.
+    DEVICE static int part() { return (threadIdx.x & 4) | (threadIdx.x >> 3 & 3); }
+    DEVICE static int column() { return threadIdx.x & 3; }
     // Columns of the round that begins `start` values behind the first one, if the chunk is there.
     DEVICE void load_codes(bool there, const Columns<4> &x, u32 start) {
         if (!there || !some) return;

@@ -114,23 +114,28 @@ DEVICE int entry_of(int column, const int (&entry)[T]) {
     return e;
 }
 
-// SwiGLU of gate a and up b in row `row` of the 32 of a tile and column `column`, if `mine`; then warp t quantises column t of
-// n, which is that of entry entry_at(t).
+// Warp t quantises column t of n, 32 rows that are tile `tile` of entry entry_at(t).
+template <class E>
+DEVICE void quantise_hidden(const E &entry_at, int n, int expert, int width, int tile, const Hidden &h, float (*columns)[32]) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    if (warp >= n) return;
+    float value[1] = {columns[warp][lane]};
+    size_t group = (size_t)entry_at(warp) * (width / 32) + tile;
+    if (!quantise_group<1>(value, h.codes + 32 * group, h.scales + group, h.sums + 2 * group) && lane == 0)
+        report(h.error, h.where, NOT_FINITE, expert);
+}
+
+// SwiGLU of gate a and up b in row `row` of the 32 of a tile and column `column`, if `mine`; then quantise_hidden.
 template <class E>
 DEVICE void finish_hidden(float a, float b, bool mine, int row, int column, const E &entry_at, int n, int expert, int width,
                           int tile, const Hidden &h, float (*columns)[32]) {
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     if (h.factors) {
         a = mul32(a, h.factors[expert]);
         b = mul32(b, h.factors[h.experts + expert]);
     }
     if (mine) columns[column][row] = swiglu32(a, b);
     __syncthreads();
-    if (warp >= n) return;
-    float value[1] = {columns[warp][lane]};
-    size_t group = (size_t)entry_at(warp) * (width / 32) + tile;
-    if (!quantise_group<1>(value, h.codes + 32 * group, h.scales + group, h.sums + 2 * group) && lane == 0)
-        report(h.error, h.where, NOT_FINITE, expert);
+    quantise_hidden(entry_at, n, expert, width, tile, h, columns);
 }
 
 // Whether a lone column of K values is brought near (gemv/__init__.py has the same).

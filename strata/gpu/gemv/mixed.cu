@@ -108,8 +108,8 @@ mixed(const float *x, int columns, int K, int column_bytes, const i8 *codes256, 
     if constexpr (HALF) {
         if (p.kind == HALF_Q4) {  // all warps of the block
             int from = blockIdx.x * M, front = 8 * (p.unit - (threadIdx.x >> 5));
-            half_block<Q4_K>(p.w, front, p.rows, {codes256, scales256, sums256}, from, min(columns - from, M), K, p.y, p.rows,
-                       area);
+            half_block<Q4_K, false>(p.w, front, 0, p.rows, {codes256, scales256, sums256}, from, min(columns - from, M), K, p.y,
+                                    p.rows, area);
             return;
         }
     }
