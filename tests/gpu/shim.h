@@ -42,8 +42,8 @@ static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) {
 #include "fibers.h"
 
 // A device faults where a value of several words is not aligned; the compiler calls this at such a place (-fsanitize=alignment).
-struct Place { const char *file; unsigned line, column; };
-extern "C" __attribute__((visibility("hidden"))) void __ubsan_handle_type_mismatch_v1(const Place *at, void *) {
+struct SourcePlace { const char *file; unsigned line, column; };
+extern "C" __attribute__((visibility("hidden"))) void __ubsan_handle_type_mismatch_v1(const SourcePlace *at, void *) {
     static char what[200];
     snprintf(what, sizeof what, "a value that is not aligned, %s:%u", at->file, at->line);
     shim::fail(what);
