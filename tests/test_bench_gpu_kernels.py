@@ -79,10 +79,12 @@ def test_ops(quick):
     names = [f["name"] for f in found["figures"]]
     assert len(names) == len(set(names)) and all("T=2" in name for name in names)
     for part in ("hc down", "router", "gdn_window", "gdn_commit", "qsa_scores", "qsa_merge", "scores to merge",
-                 "tiles and merge", "logits, then router", "logits with router", "head_top", "head_lanes"):  # fmt: skip
+                 "tiles and merge", "n-gram value", "logits, then router", "head_top", "head_lanes"):  # fmt: skip
         assert any(part in name for name in names), part
     only = run("ops", "--rows", "1", "--groups", "small")["figures"]
     assert 0 < len(only) < len(names) and all("T=1" in f["name"] for f in only)
+    one = run("ops", "--rows", "1", "--groups", "floats")["figures"]
+    assert sum(f["name"].startswith("logits with router") for f in one) == 1
 
 
 def test_products(quick):

@@ -101,6 +101,7 @@ def test_every_kernel_of_the_marked_headers_is_in_its_source():
         assert "early.cuh" in headers_of(source.path), source.file
     names = {_base(i) for s in EARLY_SOURCES for i in _marked(s)}
     window = {"norm_down", "norm_down_cluster", "float_gemv", "float_gemv_short", "float_gemv_long", "float_gemv_tile",
+              "float_gemv_held", "ahead",
               "hc_mix", "hc_mix_four", "hc_norm", "hc_add", "mixed",
               "gdn_window", "gdn_split", "quantise", "split", "spread", "huge", "route", "router", "product",
               "short_rows", "gate_up", "half_rows", "half_split", "combine", "qsa_store", "qsa_scores", "qsa_select",

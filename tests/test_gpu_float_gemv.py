@@ -6,6 +6,7 @@ import pytest
 from strata.base import arithmetic
 from strata.base.errors import BadArgument
 from strata.base.program import NOT_FINITE
+from strata.gpu import float_gemv as floats
 from strata.gpu.error_word import where
 from strata.gpu.float_gemv import TILED_FROM, Branch, FloatMatrix, float_gemv, float_grouped
 from tests.canonical import hyper_connection
@@ -98,6 +99,36 @@ def test_short_rows_four_columns_at_a_time(K, T):
     one = float_gemv(64, T, K, [FloatMatrix("BF16", 64, 37, 64)])
     assert [m.kernel for m in one] == ["float_gemv_tile<BF16_VALUES>"]
     check(np.random.default_rng(K + T), T, K, {"BF16": 37}, spiked, reverse=T == 4)
+
+
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("T", [1, 2, 3, 4, 5, 9])
+def test_rows_that_are_held_before_their_inputs_are_there(T, few, monkeypatch):
+    if not few:
+        monkeypatch.setattr(floats, "HELD_FEW", 0)
+    K, rng = floats.HELD_VALUES[0], np.random.default_rng(T)
+    at_once = "1, 4" if few else f"{T if T < 3 else 4}, 1"
+    kernel = f"float_gemv_held<{K}, {at_once}>"
+    for rows in ({"BF16": 8}, {"BF16": 13, "BF16 b": 1}, {"BF16": 2, "BF16 b": 3}):
+        one = float_gemv(64, T, K, [FloatMatrix("BF16", 64, n, 64) for n in rows.values()])
+        assert [m.kernel for m in one] == [kernel]
+        check(rng, T, K, rows, spiked, reverse=T % 2 == 0)
+    for name in ("HELD_FROM", "HELD_FEW_FROM"):
+        monkeypatch.setattr(floats, name, 99)
+    assert float_gemv(64, T, K, [FloatMatrix("BF16", 64, 8, 64)])[0].kernel.startswith("float_gemv_long")
+
+
+def test_what_is_not_held():
+    K, n = floats.HELD_VALUES[0], floats.HELD_FEW + 1000
+    others = (
+        (K + 256, [FloatMatrix("BF16", 64, n, 64)]),
+        (K, [FloatMatrix("F16", 64, n, 64)]),
+        (K, [FloatMatrix("BF16", 64, n, 64), FloatMatrix("F32", 64, 1, 64)]),
+        (K, [FloatMatrix("BF16", 64, n, 64)] * 3),
+        (K, [FloatMatrix("BF16", 64, n, 64, squeeze=4)]),
+    )
+    for columns, matrices in others:
+        assert "held" not in float_gemv(64, 4, columns, matrices, error=64)[0].kernel
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])

@@ -10,6 +10,7 @@ from strata.base.errors import BadArgument
 from strata.gpu import gemv as package
 from strata.gpu.activations import Activations
 from strata.gpu.gemv import COLUMNS, SPLIT, brings_column, gemv, relayout
+from strata.gpu.gemv.ahead import AHEAD
 from strata.gpu.gemv.huge import HUGE
 from strata.pack.formats import FORMATS, by_name
 from strata.pack.lanes import gemv as exact
@@ -56,6 +57,27 @@ def check(format, raw, x, reverse=False, spare=0, expected=None):
         check_guards(y)
         assert (y[:, rows:].view(np.uint8) == 0x5A).all(), "written between the rows"
         assert_same(y[:, :rows], expected, f"{format.name}, K {x.shape[1]}, T {T}, {form}")
+
+
+@pytest.mark.parametrize("name", AHEAD)
+@pytest.mark.parametrize("T", [2, 3, 4, 5, 8])
+def test_whole_rows_ahead(name, T, monkeypatch):
+    format, rows = by_name(name), 45
+    raw, x = random_rows(format, rows, AHEAD[name], "mid", seed=T), random_activations(T, AHEAD[name], "mid", seed=9)
+    weights, area, y = aligned(relayout(format, raw)), area_of(x, format.group), room(T, rows + 3)
+    one = gemv(format, address(weights), rows, area.places, address(y), rows + 3, form="ahead")
+    run_all(one, reverse=T == 4)
+    check_guards(y)
+    assert (y[:, rows:].view(np.uint8) == 0x5A).all(), "written between the rows"
+    assert_same(y[:, :rows], wanted(format, raw, x))
+
+    def tall(columns: int) -> list[str]:
+        places = Activations.at(1 << 20, columns, AHEAD[name], format.group)
+        return [m.kernel for m in gemv(format, 64, 10240, places, 64)]
+
+    assert tall(T) == [m.kernel for m in one] and tall(1) == [f"product<{name}, 1>"]
+    monkeypatch.setattr(package, "AHEAD_FROM", 99)
+    assert tall(T) == [f"product<{name}, 4>"]
 
 
 def widths(format):

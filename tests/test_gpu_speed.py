@@ -118,25 +118,25 @@ def test_bytes_of_ops(backend):
 
 
 @needs_compiler
-@pytest.mark.parametrize("together", [True, False])
-def test_windows_take_the_experts_of_the_table(backend, monkeypatch, together):
+@pytest.mark.parametrize(("T", "together"), [(1, True), (1, False), (2, False)])
+def test_windows_take_the_experts_of_the_table(backend, monkeypatch, T, together):
     """Also where the product of logits chooses: both forms do what they do when they serve."""
-    monkeypatch.setattr(route, "ROUTED_ROWS", (2,) if together else ())
+    monkeypatch.setattr(route, "ROUTED_ROWS", int(together))
     g = backend.geometry
     table = uniform_ids(3, g.L, g.E, g.K, seed=4)
-    tokens, state = np.array([5, 6], np.int32), backend.new_state()
-    real = backend._graphs[id(backend.programs.windows[2])]
-    with replayed(backend, table, [2]) as rewind:
-        lowering = backend._graphs[id(backend.programs.windows[2])].lowering
+    tokens, state = np.array([5, 6], np.int32)[:T], backend.new_state()
+    real = backend._graphs[id(backend.programs.windows[T])]
+    with replayed(backend, table, [T]) as rewind:
+        lowering = backend._graphs[id(backend.programs.windows[T])].lowering
         kernels = [one.kernel.partition("<")[0] for one in lowering.launches]
         assert (kernels.count("route"), kernels.count("router")) == ((g.L, 0) if together else (0, g.L))
-        for start in (0, 2, 1):
+        for step in range(3):
             backend.window(state, tokens, (-1, -1))
-            assert_same(backend.read("moe.ids")[:2], table[(start + np.arange(2)) % 3, g.L - 1])
+            assert_same(backend.read("moe.ids")[:T], table[(step * T + np.arange(T)) % 3, g.L - 1])
         rewind()
         backend.window(state, tokens, (-1, -1))
-        assert_same(backend.read("moe.ids")[:2], table[:2, g.L - 1])
-    assert backend._graphs[id(backend.programs.windows[2])] is real
+        assert_same(backend.read("moe.ids")[:T], table[:T, g.L - 1])
+    assert backend._graphs[id(backend.programs.windows[T])] is real
     with pytest.raises(BadArgument, match="table"), replayed(backend, table[:, :1]):
         pass
 

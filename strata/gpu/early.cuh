@@ -45,6 +45,17 @@ DEVICE u32 load_ahead(const u8 *p) {
 #endif
 }
 
+// The same with 16 bytes.
+DEVICE uint4 load_ahead16(const u8 *p) {
+#if CAN_START_EARLY
+    uint4 v;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+#else
+    return load_once((const uint4 *)p);
+#endif
+}
+
 #define LINE 128
 
 // Into L2 what a block is going to read: thread number `thread` of `threads` asks for its lines of n bytes. It changes no

@@ -187,3 +187,93 @@ float_gemv_tile(const float *x, int K, int n_x, const u8 *w, float *y, int rows,
         if (row < rows && column < n_x) y[(size_t)column * rows + row] = s;
     }
 }
+
+#define HELD_ROWS 4  // of a block; float_gemv.py has it too
+
+// Rows of K values in BF16 of one or two matrices. A thread holds two lanes of four rows, which it asks for before it waits
+// for the activations; each of these that it loads serves all four. T columns at a time. GROUPS pieces of a block take T
+// columns each, and bring the weights together: few rows, where trips for the activations are most of the time.
+// Grid: rows / HELD_ROWS.
+template <int K, int T, int GROUPS>
+STARTS_EARLY __global__ void __launch_bounds__(128 * GROUPS, GROUPS > 1 ? 1 : 5)
+float_gemv_held(const float *x, int n_x, const u8 *w0, float *y0, int n0, const u8 *w1, float *y1, int n1) {
+    const int STEPS = K / 256, COLUMNS = T * GROUPS, PASS = T < 2 ? T : 2;  // with more columns at once registers are short
+    static_assert(K % 256 == 0 && (GROUPS == 1 || GROUPS == HELD_ROWS), "whole steps, and a row for each piece to bring");
+    __shared__ float4 area[HELD_ROWS * COLUMNS * 64];
+    __shared__ u32 brought[GROUPS > 1 ? HELD_ROWS * STEPS * 128 : 1];
+    float *lanes = (float *)area;  // 256 of every column and row
+    let_next_start();
+    int thread = threadIdx.x & 127, t = 2 * thread, group = threadIdx.x >> 7, first = HELD_ROWS * blockIdx.x;
+    int rows = n0 + n1;
+    u32 w[HELD_ROWS][STEPS];
+    auto bring = [&](int r, u32 (&to)[STEPS]) {
+        int row = first + r < rows ? first + r : rows - 1;
+        const u8 *from = (row < n0 ? w0 + (size_t)row * K * 2 : w1 + (size_t)(row - n0) * K * 2) + 2 * t;
+#pragma unroll
+        for (int s = 0; s < STEPS; s++) to[s] = load_ahead(from + 512 * s);
+    };
+    if (GROUPS == 1) {
+#pragma unroll
+        for (int r = 0; r < HELD_ROWS; r++) bring(r, w[r]);
+    } else {
+        bring(group, w[0]);
+#pragma unroll
+        for (int s = 0; s < STEPS; s++) brought[(group * STEPS + s) * 128 + thread] = w[0][s];
+        __syncthreads();
+#pragma unroll
+        for (int r = 0; r < HELD_ROWS; r++)
+#pragma unroll
+            for (int s = 0; s < STEPS; s++) w[r][s] = brought[(r * STEPS + s) * 128 + thread];
+    }
+    wait_for_inputs();
+#pragma unroll 1
+    for (int from = 0; from < n_x; from += COLUMNS) {
+        if (from) __syncthreads();  // the sums before have been read
+#pragma unroll 1
+        for (int at = group * T; at < group * T + T; at += PASS) {
+            u32 column[PASS];
+            float acc[PASS][HELD_ROWS][2];
+#ifndef STRATA_ON_CPU
+#pragma unroll
+            for (int r = 0; r < HELD_ROWS; r++)
+#pragma unroll
+                for (int s = 0; s < STEPS; s++) asm volatile("" : "+r"(w[r][s]));  // not unpacked in front of the loop
+#endif
+#pragma unroll
+            for (int c = 0; c < PASS; c++) {
+                column[c] = (u32)(from + at + c < n_x ? from + at + c : n_x - 1) * K + t;
+#pragma unroll
+                for (int r = 0; r < HELD_ROWS; r++) acc[c][r][0] = acc[c][r][1] = 0.f;
+            }
+#pragma unroll
+            for (int s = 0; s < STEPS; s++) {
+                float2 v[PASS];
+#pragma unroll
+                for (int c = 0; c < PASS; c++) v[c] = *(const float2 *)(x + column[c] + 256 * s);
+#pragma unroll
+                for (int r = 0; r < HELD_ROWS; r++) {
+                    float low = float_of(w[r][s] << 16), high = float_of(w[r][s] & 0xffff0000u);
+#pragma unroll
+                    for (int c = 0; c < PASS; c++) {
+                        acc[c][r][0] = fma32(low, v[c].x, acc[c][r][0]);
+                        acc[c][r][1] = fma32(high, v[c].y, acc[c][r][1]);
+                    }
+                }
+            }
+#pragma unroll
+            for (int c = 0; c < PASS; c++)
+#pragma unroll
+                for (int r = 0; r < HELD_ROWS; r++)
+                    *(float2 *)&lanes[256 * (HELD_ROWS * (at + c) + r) + t] = make_float2(acc[c][r][0], acc[c][r][1]);
+        }
+        __syncthreads();
+        int own = (threadIdx.x >> 5) * T;  // T sums a warp
+        float sum = trees_of_256<T>(lanes + 256 * own);
+#pragma unroll
+        for (int i = 0; i < T; i++) {
+            int c = from + (own + i) / HELD_ROWS, row = first + (own + i) % HELD_ROWS;
+            if ((int)(threadIdx.x & 31) == lane_of_pair<T>(i) && c < n_x && row < rows)
+                *(row < n0 ? y0 + (size_t)c * n0 + row : y1 + (size_t)c * n1 + row - n0) = sum;
+        }
+    }
+}

@@ -12,12 +12,24 @@ from strata.gpu.launch import Launch, Source, i32, i64, launch, pointer
 INSTANCE_ROWS = (1, 2, 4, 8)
 """Activation rows a kernel instance holds sums of; others run as the next larger one."""
 
+HELD_VALUES = (2560,)
+"""Values of rows in BF16 that threads hold in registers before their inputs are there."""
+HELD_FROM, HELD_FEW_FROM = 1, 1
+"""Activation rows from which that is done with many rows of weights, and with few; 99: never."""
+HELD_ROWS, HELD_FEW = 4, 528
+"""Rows of weights of a block, and how many are few: a block for each of 132 processors. The warps of larger blocks then
+share out the columns too."""
+HELD_COLUMNS = 4
+"""Most columns at once."""
+
 SOURCE = Source(
     "float_gemv.cu",
     (
         *(f"{kernel}<{T}>" for kernel in ("float_gemv", "float_gemv_long") for T in INSTANCE_ROWS),
         *(f"float_gemv_short<{kind}, {extra}>" for kind in ("F16_VALUES", "BF16_VALUES") for extra in (2, 8)),
         "float_gemv_tile<BF16_VALUES>",
+        *(f"float_gemv_held<{K}, {n}, 1>" for K in HELD_VALUES for n in INSTANCE_ROWS if n <= HELD_COLUMNS),
+        *(f"float_gemv_held<{K}, 1, {HELD_COLUMNS}>" for K in HELD_VALUES),
         "float_grouped",
     ),
 )
@@ -113,11 +125,27 @@ def _launch(
         kernel = f"float_gemv_short<{m.format_name}_VALUES, {2 if K <= 320 else 8}>"
         return launch(SOURCE, kernel, -(-m.rows // 32), 128, *short, shared_bytes=shared_bytes)
     rows, n = sum(m.rows for m in matrices), instance_rows(T)
+    if T >= (HELD_FEW_FROM if rows <= HELD_FEW else HELD_FROM) and branch is None and _may_be_held(K, matrices):
+        return _held(x, T, K, matrices)
     pieces = -(-T // n)
     args = (pointer(x), i32(K), i32(T), *words, i32(matrices[0].squeeze), pointer(error), where, *added)
     if K >= LONG_ROW or (K >= FEW_ROWS_LONG and rows <= FEW_ROWS):
         return launch(SOURCE, f"float_gemv_long<{n}>", (rows, pieces), 128, *args)
     return launch(SOURCE, f"float_gemv<{n}>", (-(-rows // 8), pieces), 256, *args)
+
+
+def _may_be_held(K: int, matrices: list[FloatMatrix]) -> bool:
+    fits = K in HELD_VALUES and len(matrices) <= 2 and not matrices[0].squeeze
+    return fits and all(m.format_name == "BF16" for m in matrices)
+
+
+def _held(x: int, T: int, K: int, matrices: list[FloatMatrix]) -> Launch:
+    rows = sum(m.rows for m in matrices)
+    n, groups = (1, HELD_COLUMNS) if rows <= HELD_FEW else (min(instance_rows(T), HELD_COLUMNS), 1)
+    two = (*matrices, FloatMatrix("BF16", 0, 0, 0))[:2]
+    places = [w for m in two for w in (pointer(m.address), pointer(m.y), i32(m.rows))]
+    kernel = f"float_gemv_held<{K}, {n}, {groups}>"
+    return launch(SOURCE, kernel, -(-rows // HELD_ROWS), 128 * groups, pointer(x), i32(T), *places)
 
 
 def float_grouped(

@@ -96,3 +96,21 @@ DEVICE float tree_of_eights(float (&v)[8]) {
     s = add32(s, __shfl_xor_sync(ALL_LANES, s, 8));   // 2
     return add32(s, __shfl_xor_sync(ALL_LANES, s, 4));
 }
+
+// Sums of N times 256 lanes that lie one behind the other, by one warp: lane lane_of_pair<N>(i) gets sum number i.
+template <int N>
+DEVICE float trees_of_256(const float *lanes) {
+    float sums[N];
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        float v[8];
+#pragma unroll
+        for (int j = 0; j < 8; j++) v[j] = lanes[256 * i + 32 * j + (threadIdx.x & 31)];
+#pragma unroll
+        for (int distance = 4; distance; distance >>= 1)
+#pragma unroll
+            for (int j = 0; j < distance; j++) v[j] = add32(v[j], v[j + distance]);
+        sums[i] = v[0];
+    }
+    return add32(packed_tree<N>(sums), 0.f);
+}

@@ -113,7 +113,7 @@ def _routes(c: Lowering, op: Op, matrices: list[Matrix], logits_of: LogitsOf) ->
     places = (logits_of(c, following), c.at(following, "ids"), c.at(following, "weights"))
     c.routed_index = c.index + 1
     choice = Choice(*places, k["K"], k["scale"], arrived)
-    c.add(route(c.at(op, "x"), c.T, D, products, choice, c.error, c.where_next()))
+    c.add(route(c.at(op, "x"), D, products, choice, c.error, c.where_next()))
     return True
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from strata.base.arithmetic import COMBINE_TERMS
 from strata.base.errors import need
 from strata.gpu.activations import Activations
+from strata.gpu.gemv.ahead import AHEAD, ahead
 from strata.gpu.gemv.half import half_bytes, half_rows, with_rings
 from strata.gpu.gemv.half_split import half_split
 from strata.gpu.gemv.huge import HUGE, HUGE_COLUMNS, HUGE_ROWS, huge
@@ -54,6 +55,8 @@ ALONE_ROWS = (2, 5, 6, 7, 8)
 L2 serves who comes second. Three and four rows that want the same experts gain more by reading them once."""
 HALF_SPLIT_FROM, HALF_SPLIT_VALUES = 3, 4096
 """Fewest columns and values of a row in Q4_K for those where warps share out the chunks (half_split.py)."""
+AHEAD_FROM = 2
+"""Fewest columns of a dense matrix whose whole rows are on their way before the inputs are there (ahead.py)."""
 SPLIT_COLUMNS, SPLIT_STEPS = 4, 8
 """Most columns of it, and steps of a row that a round holds."""
 SPLIT_FEW_ROWS, SPLIT_WARPS = 2048, 5
@@ -358,7 +361,7 @@ def gemv(
 
     form  "product": eight rows a warp; "split": the warps of a block share out the chunks of eight rows (formats of
           SPLIT); "spread": those of four rows, for one column; "huge": weights by way of shared memory (formats of
-          HUGE); None: as is fastest
+          HUGE); "ahead": whole rows on their way at once (ahead.py); None: as is fastest
     """
     source, chunks = source_of(format), _chunks(format, x.K) if format.name in SPLIT else 0
     if form is None:
@@ -369,6 +372,7 @@ def gemv(
         form = "huge" if format.name in HUGE and rows >= least and x.K <= HUGE_COLUMNS else form
         split = form == "split" and (rows < HALF_LEAST_ROWS or x.K >= HALF_SPLIT_VALUES)
         form = "product" if goes_half(format, x.T, x.K) and not split else form
+        form = "ahead" if form == "product" and x.T >= AHEAD_FROM and AHEAD.get(format.name) == x.K else form
     if form == "product":
         return product(format, Place(weights), rows, x, y, y_stride)
     need(x.group == format.group, f"activations of a product with {format.name}", found=x.group, needed=format.group)
@@ -377,6 +381,8 @@ def gemv(
     M = columns_of(x.T)
     if form == "split" and goes_half_split(format, x.T, x.K):
         return [half_split(weights, rows, x, y, y_stride or rows)]
+    if form == "ahead":
+        return [ahead(format, weights, rows, x, y, y_stride or rows)]
     if form == "huge":
         return [huge(format, weights, rows, x, y, y_stride or rows, M)]
     if form == "spread":

@@ -80,6 +80,18 @@ DEVICE void fetch(const u8 *p, u32 *to) {
     }
 }
 
+// The same in front of the wait for the inputs (early.cuh).
+template <int BYTES>
+DEVICE void fetch_ahead(const u8 *p, u32 *to) {
+    static_assert(BYTES == 16 || BYTES == 4 || BYTES == 0, "whole words");
+    if constexpr (BYTES == 16) {
+        uint4 v = load_ahead16(p);
+        to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+    } else if constexpr (BYTES == 4) {
+        to[0] = load_ahead(p);
+    }
+}
+
 // Where the bytes of a chunk lie: up to five sections, section i with I items of B bytes a step; an item serves 8 / I
 // threads. In a chunk of E steps a section is [row of 4][item][step][B]. A step that is left at the end of a row lies
 // alone, with the items of its n <= P blocks: [row of 4][item][B].
@@ -119,6 +131,12 @@ struct Layout {
         section<O2, I2, B2, SHARED>(chunk, row, q, c);
         section<O3, I3, B3, SHARED>(chunk, row, q, d);
         section<O4, I4, B4, SHARED>(chunk, row, q, e);
+    }
+    // As load, in front of the wait. Up to two sections.
+    DEVICE void load_ahead(const u8 *chunk, int row, int q) {
+        static_assert(B2 == 0 && B3 == 0 && B4 == 0, "two sections");
+        fetch_ahead<E * B0>(chunk + E * B0 * (I0 * row + (I0 * q >> 3)), a);
+        fetch_ahead<E * B1>(chunk + O1 + E * B1 * (I1 * row + (I1 * q >> 3)), b);
     }
     // As load, if `on`; otherwise undefined.
     DEVICE void load_if(bool on, const u8 *chunk, int row, int q) {

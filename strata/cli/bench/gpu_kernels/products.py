@@ -19,6 +19,7 @@ from strata.gpu import gemv as choices
 from strata.gpu.activations import Activations
 from strata.gpu.experts_ends import swiglu
 from strata.gpu.gemv import SPLIT, Entries, Hidden, Place, brings_column, gemv, product, relayout, relayout_bytes
+from strata.gpu.gemv.ahead import AHEAD
 from strata.gpu.gemv.huge import HUGE, HUGE_ROWS
 from strata.gpu.launch import Source, i32, launch, pointer
 from strata.gpu.relayout_kernel import bit_map, relayout_launches
@@ -63,6 +64,7 @@ def tensor_cores_from(rows: int | None) -> Iterator[None]:
 def forms(name: str, T: int, rows: int, K: int) -> list[str]:
     """The forms of a product that are worth a look."""
     form = ["product", *["split"] * (name in SPLIT), *["spread"] * (name in SPLIT and T == 1 and brings_column(K))]
+    form += ["ahead"] * (T > 1 and AHEAD.get(name) == K)
     return form + ["huge"] * (name in HUGE and rows > 8192)
 
 
