@@ -7,7 +7,7 @@ from strata.base import arithmetic
 from strata.base.errors import BadArgument
 from strata.gpu import gemv as package
 from strata.gpu.gemv import relayout
-from strata.gpu.gemv.mixed import KINDS, Part, mixed
+from strata.gpu.gemv.mixed import FEW_ROWS, KINDS, Part, mixed
 from strata.gpu.launch import Launch
 from strata.pack.formats import by_name
 from tests.block_data import random_activations, random_rows
@@ -63,34 +63,40 @@ def test_every_format(name):
 
 @pytest.mark.parametrize("T", [3, 4, 5, 8])
 def test_tensor_cores(T):
-    """Matrices of Q4_K anywhere in a list, units behind the last row of a matrix."""
+    """Matrices of every format that goes there anywhere in a list, units behind the last row of a matrix."""
     lists = (
         [("BF16", 3), ("F32", 9), ("Q4_K", 77)],
         [("Q4_K", 5), ("F32", 13), ("Q4_K", 66), ("F16", 1), ("Q4_K", 70)],
-        [("Q4_K", 1), ("Q4_K", 8), ("F16", 17), ("BF16", 40), ("Q4_K", 18)],
+        [("BF16", 6), ("IQ4_XS", 80), ("BF16", 17), ("Q3_K", 66), ("Q4_K", 18)],
+        [("Q6_K", 35), ("Q5_K", 9), ("F32", 1), ("IQ4_XS", 65)],
+        [("Q6_K", 1), ("Q3_K", 129), ("Q6_K", 4)],
     )
     for i, shapes in enumerate(lists):
         launch = check(shapes, T, 512 if i else 1280, reverse=i == T % 3)
         assert launch.block[0] == 256 and launch.shared_bytes >= 10240
-        blocks = sum(-(-rows // (64 if by_name(name).group else 16)) for name, rows in shapes)
+        blocks = sum(-(-rows // {"Q6_K": 32, "F32": 16, "F16": 16, "BF16": 16}.get(name, 64)) for name, rows in shapes)
         assert launch.grid[:2] == (-(-T // 4), blocks)
 
 
 def test_tensor_cores_or_not(monkeypatch):
-    """Few columns, long rows and other formats stay as they are; so do all if no number of columns is enough."""
+    """Few columns, long rows, other formats and much of Q6_K stay as they are; all if no columns are enough."""
     shapes = [("BF16", 6), ("Q4_K", 24)]
     assert check(shapes, 4, 5120).shared_bytes > 40000
     assert check(shapes, 2, 768).shared_bytes == check(shapes, 4, 5376).shared_bytes == 0
-    assert check([("BF16", 6), ("Q5_K", 24)], 4, 768).shared_bytes == 0
-    assert check([("BF16", 6), ("Q4_K", 24), ("IQ4_XS", 9)], 4, 768).shared_bytes == 0
+    assert check([("BF16", 6), ("Q8_0", 9), ("Q4_K", 24)], 4, 768).shared_bytes == 0
+    assert check([("BF16", 6), ("Q3_K", 24)], 4, 768).shared_bytes == check([("Q3_K", 24)], 4, 5632).shared_bytes == 0
+    assert check([("IQ4_XS", 24)], 4, 5376).shared_bytes == check([("Q5_K", 9)], 4, 4864).shared_bytes == 0
+    assert check([("BF16", 6), ("Q6_K", 9)], 4, 768).shared_bytes == 0
+    assert check([("Q6_K", FEW_ROWS + 1), ("Q4_K", 8)], 4, 256).shared_bytes == 0
     assert check([("BF16", 6), ("F32", 9)], 4, 768).shared_bytes == 0
     monkeypatch.setattr(package, "HALF_FROM", 99)
-    assert check(shapes, 4, 768).shared_bytes == 0
+    assert check(shapes, 4, 768).shared_bytes == check([("IQ4_XS", 24)], 4, 768).shared_bytes == 0
 
 
 @pytest.mark.skipif(ON_DEVICE, reason="the device does not tell races")
 def test_threads_do_not_race():
     check([("BF16", 6), ("Q4_K", 40), ("F32", 20), ("Q4_K", 7)], 7, 512, races=True)
+    check([("BF16", 6), ("Q3_K", 40), ("Q6_K", 20), ("IQ4_XS", 7)], 7, 512, races=True)
 
 
 def test_many_units_and_one_part():

@@ -1,17 +1,16 @@
 // Products of one input with up to five dense matrices of different formats as one launch: the bits of `product` and
 // `float_gemv`. A warp takes a unit of one matrix, eight rows of a quantised one or two rows of a float one, so small
-// matrices fill processors that large ones leave idle, and nothing waits for a fork. With several columns and no format
-// but Q4_K a kernel of their own has them on tensor cores: every block has units of one matrix only, and two neighbouring
-// warps take 16 rows.
+// matrices fill processors that large ones leave idle, and nothing waits for a fork. With several columns of formats that
+// can go there a kernel of their own has them on tensor cores: every block has units of one matrix only, and two neighbouring
+// warps take 16 rows. Q6_K, of few rows there, stays as it is, four rows a warp: no block is to take longer than others.
 #include "float_rows.cuh"
-#include "gemv/half_block.cuh"
-#include "gemv/iq4_xs.cuh"
+#include "gemv/byte_block.cuh"
 #include "gemv/k.cuh"
 #include "gemv/kernels.cuh"
 #include "gemv/q8_0.cuh"
 
-// Behind the float kinds: formats by number, as gemv/mixed.py has them. The last one: Q4_K on tensor cores.
-enum { FIRST_FORMAT = 3, HALF_Q4 = FIRST_FORMAT + 6 };
+// Behind the float kinds: formats by number, as gemv/mixed.py has them.
+enum { FIRST_FORMAT = 3, IS_Q3_K = FIRST_FORMAT, IS_Q4_K, IS_Q5_K, IS_Q6_K, IS_IQ4_XS };
 
 struct Part {
     const u8 *w;
@@ -28,7 +27,8 @@ struct Part {
 template <bool HALF>
 DEVICE Part part_of(int unit, PARTS) {
     auto units = [](int rows, int kind) {
-        int n = kind < FIRST_FORMAT ? (rows + 1) >> 1 : (rows + 7) >> 3, warps = blockDim.x >> 5;
+        int n = kind < FIRST_FORMAT ? (rows + 1) >> 1 : HALF && kind == IS_Q6_K ? (rows + 3) >> 2 : (rows + 7) >> 3;
+        int warps = blockDim.x >> 5;
         return HALF ? (n + warps - 1) & -warps : n;
     };
     int n = units(n0, k0);
@@ -44,15 +44,18 @@ DEVICE Part part_of(int unit, PARTS) {
     return {nullptr, nullptr, 0, 0, 0};
 }
 
-template <class F, int T, int M>
+// Four R rows a warp.
+template <class F, int T, int M, int R>
 DEVICE void quantised_unit(const Part &p, const Quantised &x, int from, int n, int K, u8 *area) {
     int lane = threadIdx.x & 31, q = lane & 7, last = (p.rows - 1) >> 2;
     size_t bytes = row_block_bytes<F>(K);
-    const u8 *block[2] = {p.w + 2 * p.unit * bytes, p.w + min(2 * p.unit + 1, last) * bytes};
+    const u8 *block[R];
+#pragma unroll
+    for (int r = 0; r < R; r++) block[r] = p.w + min(R * p.unit + r, last) * bytes;
     Columns<T> columns = {x.codes, x.scales, x.sums, {}};
 #pragma unroll
     for (int t = 0; t < T; t++) columns.row[t] = (u32)(from + (t < n ? t : n - 1)) * (u32)K;
-    if (M > 1) bring_early(block[0], (block[1] > block[0] ? 2 : 1) * (u32)bytes, lane, 32);  // registers are short
+    if (M > 1) bring_early(block[0], (u32)(block[R - 1] - block[0]) + (u32)bytes, lane, 32);  // registers are short
     auto inputs = [&]() {
         if constexpr (M > 1) return columns;
         else {
@@ -61,17 +64,17 @@ DEVICE void quantised_unit(const Part &p, const Quantised &x, int from, int n, i
             return near;
         }
     };
-    float out = multiply_by<F, 2, T, Depth<F, T, M>::VALUE>(block, K, inputs, nullptr);
-    Own<2, T> own(q);
-    int row = 4 * (2 * p.unit + own.r) + (lane >> 3);
+    float out = multiply_by<F, R, T, Depth<F, T, M>::VALUE>(block, K, inputs, nullptr);
+    Own<R, T> own(q);
+    int row = 4 * (R * p.unit + own.r) + (lane >> 3);
     if (own.first && own.t < n && row < p.rows) p.y[(size_t)(from + own.t) * p.rows + row] = out;
 }
 
-template <class F, int M>
+template <class F, int M, int R = 2>
 DEVICE void quantised_columns(const Part &p, const Quantised &x, int from, int n, int K, u8 *area) {
-    if (M == 1) quantised_unit<F, 1, M>(p, x, from, n, K, area);
-    else if (n <= 2) quantised_unit<F, M == 1 ? 1 : 2, M>(p, x, from, n, K, area);
-    else quantised_unit<F, M, M>(p, x, from, n, K, area);
+    if (M == 1) quantised_unit<F, 1, M, R>(p, x, from, n, K, area);
+    else if (n <= 2) quantised_unit<F, M == 1 ? 1 : 2, M, R>(p, x, from, n, K, area);
+    else quantised_unit<F, M, M, R>(p, x, from, n, K, area);
 }
 
 template <int T>
@@ -96,7 +99,7 @@ DEVICE void float_unit(const Part &p, const float *x, int from, int n, int K) {
 }
 
 // x (columns, K) as float32 and in groups of 256 and 32, where a matrix wants them. Grid: (columns / M, units / warps).
-// HALF: matrices in Q4_K are on tensor cores, and others are float ones.
+// HALF: with matrices on tensor cores.
 template <int M, bool HALF = false>
 STARTS_EARLY __global__ void __launch_bounds__(256, 2)
 mixed(const float *x, int columns, int K, int column_bytes, const i8 *codes256, const float *scales256, const int *sums256,
@@ -105,33 +108,37 @@ mixed(const float *x, int columns, int K, int column_bytes, const i8 *codes256, 
     let_next_start();
     Part p = part_of<HALF>(blockIdx.y * (blockDim.x >> 5) + (threadIdx.x >> 5), w0, y0, n0, k0, w1, y1, n1, k1, w2, y2, n2,
                            k2, w3, y3, n3, k3, w4, y4, n4, k4);
+    Quantised wide = {codes256, scales256, sums256}, narrow = {codes32, scales32, sums32};
     if constexpr (HALF) {
-        if (p.kind == HALF_Q4) {  // all warps of the block
-            int from = blockIdx.x * M, front = 8 * (p.unit - (threadIdx.x >> 5));
-            half_block<Q4_K, false>(p.w, front, 0, p.rows, {codes256, scales256, sums256}, from, min(columns - from, M), K, p.y,
-                                    p.rows, area);
+        if (p.w && p.kind >= FIRST_FORMAT && p.kind != IS_Q6_K) {  // all warps of the block
+            int from = blockIdx.x * M, n = min(columns - from, M), front = 8 * (p.unit - (threadIdx.x >> 5));
+            if (p.kind == IS_Q3_K) byte_block<Q3_K>(p.w, front, p.rows, wide, from, n, K, p.y, area);
+            else if (p.kind == IS_IQ4_XS) byte_block<IQ4_XS>(p.w, front, p.rows, wide, from, n, K, p.y, area);
+            else if (p.kind == IS_Q4_K) half_block<Q4_K>(p.w, front, p.rows, wide, from, n, K, p.y, p.rows, area);
+            else half_block<Q5_K>(p.w, front, p.rows, wide, from, n, K, p.y, p.rows, area);
             return;
         }
     }
-    if (!p.w || (HALF && p.unit * (p.kind < FIRST_FORMAT ? 2 : 8) >= p.rows)) {
+    if (!p.w || (HALF && p.unit * (p.kind < FIRST_FORMAT ? 2 : 4) >= p.rows)) {
         wait_for_inputs();
         return;
     }
     int from = blockIdx.x * M, n = columns - from < M ? columns - from : M;
     u8 *mine = area + (threadIdx.x >> 5) * column_bytes;
-    Quantised wide = {codes256, scales256, sums256}, narrow = {codes32, scales32, sums32};
-    if (HALF || p.kind < FIRST_FORMAT) {
+    if (p.kind < FIRST_FORMAT) {
         if (n <= 2) float_unit<M < 2 ? 1 : 2>(p, x, from, n, K);
         else float_unit<M>(p, x, from, n, K);
-    } else if (p.kind == FIRST_FORMAT) {
+    } else if (HALF) {
+        quantised_columns<Q6_K, M, 1>(p, wide, from, n, K, mine);
+    } else if (p.kind == IS_Q3_K) {
         quantised_columns<Q3_K, M>(p, wide, from, n, K, mine);
-    } else if (p.kind == FIRST_FORMAT + 1) {
+    } else if (p.kind == IS_Q4_K) {
         quantised_columns<Q4_K, M>(p, wide, from, n, K, mine);
-    } else if (p.kind == FIRST_FORMAT + 2) {
+    } else if (p.kind == IS_Q5_K) {
         quantised_columns<Q5_K, M>(p, wide, from, n, K, mine);
-    } else if (p.kind == FIRST_FORMAT + 3) {
+    } else if (p.kind == IS_Q6_K) {
         quantised_columns<Q6_K, M>(p, wide, from, n, K, mine);
-    } else if (p.kind == FIRST_FORMAT + 4) {
+    } else if (p.kind == IS_IQ4_XS) {
         quantised_columns<IQ4_XS, M>(p, wide, from, n, K, mine);
     } else {
         quantised_columns<Q8_0, M>(p, narrow, from, n, K, mine);

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from strata.base.errors import need
+from strata.gpu import gemv as choices
 from strata.gpu.activations import Activations
 from strata.gpu.gemv import BLOCKS_WANTED, COLUMNS, MOST_COLUMNS, brings_column, column_bytes, goes_half
-from strata.gpu.gemv.half import WARPS, half_bytes, with_rings
+from strata.gpu.gemv.half import STAGE_BYTES, WARPS, half_bytes
 from strata.gpu.launch import Launch, Source, i32, launch, pointer
 from strata.pack.formats import BlockFormat
 
@@ -20,8 +21,12 @@ MOST_BLOCK_BYTES = 40 << 10
 FLOATS = ("F32", "F16", "BF16")
 KINDS = {name: i for i, name in enumerate((*FLOATS, "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "Q8_0"))}
 """Formats that the kernel is compiled for, by its numbers: those of attention in releases."""
-HALF_Q4 = len(KINDS)
-"""Its number of Q4_K on tensor cores."""
+BYTE_STAGES = {"Q3_K": 1984, "IQ4_XS": 1152}
+"""Of a chunk that is on its way to a warp, in formats that go to int8 tensor cores (byte_block.cuh)."""
+BYTE_MOST, BYTE_MULTIPLE = 5120, {"Q3_K": 512, "IQ4_XS": 256}
+"""Most values of a row for that, and what it is a multiple of."""
+FEW_ROWS = 1024
+"""A matrix of Q6_K, which has no products on tensor cores, with more rows than that keeps its list from them."""
 UNIT_ROWS, FLOAT_UNIT_ROWS = 8, 2
 """Rows of a quantised matrix that a warp takes, and of a float one. With two of these all warps of a delta-rule layer's
 widest product have room on 132 processors at once."""
@@ -36,9 +41,10 @@ class Part:
     rows: int
     y: int
 
-    def units(self, float_rows: int = FLOAT_UNIT_ROWS) -> int:
-        """Warps that it takes."""
-        return -(-self.rows // (UNIT_ROWS if self.format.group else float_rows))
+    def units(self, half: bool = False) -> int:
+        """Warps that it takes. half: beside matrices on tensor cores."""
+        rows = UNIT_ROWS if self.format.group else FLOAT_UNIT_ROWS
+        return -(-self.rows // (4 if half and self.format.name == "Q6_K" else rows))
 
 
 def mixed(x: int, T: int, K: int, quantised: dict[int, Activations], parts: list[Part]) -> list[Launch]:
@@ -62,18 +68,16 @@ def mixed(x: int, T: int, K: int, quantised: dict[int, Activations], parts: list
     for group in (256, 32):
         made = quantised.get(group)
         places += [pointer(at) for at in ((made.codes, made.scales, made.sums) if made else (0, 0, 0))]
-    formats = [p.format for p in parts if p.format.group]
-    half = bool(formats) and all(f.name == "Q4_K" and goes_half(f, T, K) for f in formats)
     words: list[np.generic] = []
     for p in parts:
-        kind = HALF_Q4 if half and p.format.group else KINDS[p.format.name]
-        words += [pointer(p.address), pointer(p.y), i32(p.rows), i32(kind)]
+        words += [pointer(p.address), pointer(p.y), i32(p.rows), i32(KINDS[p.format.name])]
     words += [pointer(0), pointer(0), i32(0), i32(0)] * (MOST_MATRICES - len(parts))
-    if half:
-        grid = (-(-T // COLUMNS[-1]), sum(-(-p.units() // WARPS) for p in parts))
+    if _goes_half(parts, T, K):
+        grid = (-(-T // COLUMNS[-1]), sum(-(-p.units(half=True) // WARPS) for p in parts))
+        room, less = (_half_room({p.format.name for p in parts}, K, stages) for stages in (4, 2))  # two on Turing
         one = launch(SOURCE, f"mixed<{COLUMNS[-1]}, true>", grid, 32 * WARPS, pointer(x), i32(T), i32(K), i32(0),
-                     *places, *words, shared_bytes=half_bytes(K))  # fmt: skip
-        return [with_rings(one)]
+                     *places, *words, shared_bytes=room)  # fmt: skip
+        return [replace(one, ring_bytes=room - less)]
     own_bytes = column_bytes(K, 32)  # of each warp
     M = COLUMNS[0] if T == 1 and brings_column(K) else COLUMNS[-1]
     units, warps = sum(p.units() for p in parts), 8
@@ -82,3 +86,27 @@ def mixed(x: int, T: int, K: int, quantised: dict[int, Activations], parts: list
     grid = (-(-T // M), -(-units // warps))
     return [launch(SOURCE, f"mixed<{M}>", grid, 32 * warps, pointer(x), i32(T), i32(K), i32(own_bytes), *places, *words,
                    shared_bytes=warps * own_bytes if M == 1 else 0)]  # fmt: skip
+
+
+def _goes_half(parts: list[Part], T: int, K: int) -> bool:
+    """Whether T columns meet a list on tensor cores: all of its quantised matrices, but for small ones in Q6_K."""
+    large = [p.format for p in parts if p.format.group and (p.format.name != "Q6_K" or p.rows > FEW_ROWS)]
+    return bool(large) and all(goes_half(f, T, K) or _goes_by_bytes(f, T, K) for f in large)
+
+
+def _goes_by_bytes(format: BlockFormat, T: int, K: int) -> bool:
+    """Whether T columns of K values meet a matrix of a list on int8 tensor cores."""
+    return (T >= choices.HALF_FROM and format.name in BYTE_STAGES and K <= BYTE_MOST
+            and K % BYTE_MULTIPLE[format.name] == 0)  # fmt: skip
+
+
+def byte_bytes(K: int) -> int:
+    """Shared memory of a block for four columns of K values in bytes (byte_block.cuh)."""
+    return max(K // 256 * 1040, 4 * 20 * 32 * 4)
+
+
+def _half_room(formats: set[str], K: int, stages: int) -> int:
+    """Shared memory of a block, with rings of so many stages."""
+    rooms = [byte_bytes(K) + WARPS * stages * n for name, n in BYTE_STAGES.items() if name in formats]
+    rooms += [half_bytes(K) + WARPS * stages * n for name, n in STAGE_BYTES.items() if name in formats]
+    return max(rooms)
