@@ -7,7 +7,7 @@ from strata.base import arithmetic
 from strata.base.errors import BadArgument
 from strata.gpu import gemv as package
 from strata.gpu.gemv import relayout
-from strata.gpu.gemv.mixed import FEW_ROWS, KINDS, Part, mixed
+from strata.gpu.gemv.mixed import FEW_ROWS, HELD_BYTES, HELD_K, KINDS, Part, mixed
 from strata.gpu.launch import Launch
 from strata.pack.formats import by_name
 from tests.block_data import random_activations, random_rows
@@ -78,6 +78,15 @@ def test_tensor_cores(T):
         assert launch.grid[:2] == (-(-T // 4), blocks)
 
 
+@pytest.mark.parametrize("T", [3, 4, 6, 8])
+def test_held_rows(T):
+    """BF16 of the width that blocks hold in registers: rows that fill a block or end in it, others beside them."""
+    launch = check([("BF16", 20), ("BF16", 6), ("IQ4_XS", 9), ("BF16", 64), ("Q4_K", 5)], T, HELD_K, reverse=T == 6)
+    assert launch.grid[1] == 2 + 1 + 1 + 4 + 1
+    launch = check([("BF16", 4), ("F16", 4), ("IQ4_XS", 5)], T, HELD_K)
+    assert launch.shared_bytes - launch.ring_bytes == HELD_BYTES
+
+
 def test_tensor_cores_or_not(monkeypatch):
     """Few columns, long rows, other formats and much of Q6_K stay as they are; all if no columns are enough."""
     shapes = [("BF16", 6), ("Q4_K", 24)]
@@ -97,6 +106,7 @@ def test_tensor_cores_or_not(monkeypatch):
 def test_threads_do_not_race():
     check([("BF16", 6), ("Q4_K", 40), ("F32", 20), ("Q4_K", 7)], 7, 512, races=True)
     check([("BF16", 6), ("Q3_K", 40), ("Q6_K", 20), ("IQ4_XS", 7)], 7, 512, races=True)
+    check([("BF16", 20), ("IQ4_XS", 7)], 3, HELD_K, races=True)
 
 
 def test_many_units_and_one_part():

@@ -1,9 +1,9 @@
 // Q3_K and IQ4_XS on int8 tensor cores: 16 rows of a matrix times four columns, with the bits of `multiply`.
 //
-// A code of Q3_K times its scale is -124 .. 128, so the opposite is a signed byte, and a product of the cores gives the integer of
-// a lane. A codebook value is a byte as well, a lane of IQ4_XS two integers, one for each of its sub-blocks, and its scales
-// multiply them in float32, which holds all of that. The floats follow as everywhere. What a step costs does not depend on
-// the number of columns.
+// A code of Q3_K times its scale is -124 .. 128, so the opposite and 128 are an unsigned byte, and a product of the cores that
+// starts at -128 times the sum of a lane's activations gives its integer. A codebook value is a byte as well, a lane of IQ4_XS
+// two integers, one for each of its sub-blocks, and its scales multiply them in float32, which holds all of that. The floats
+// follow as everywhere. What a step costs does not depend on the number of columns.
 //
 // Two warps share 16 rows, eight lanes each. Thread 4g + t has 16 bytes of codes of rows g and g + 8 (tensor.cuh), all of lanes
 // 2t and 2t + 1 of the warp's eight. A product has one of both from every t: columns 0 .. 3 are lane 4k + c of four columns,
@@ -12,30 +12,44 @@
 #include "gemv/half_block.cuh"
 #include "gemv/iq4_xs.cuh"
 
-// d += a b.
-DEVICE void more_s8(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+// d += a b. SIGN: "s8" or "u8", what the bytes of a are.
 #ifdef STRATA_ON_CPU
+DEVICE void more_s8(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     int sum[4];
     u32 b[2] = {b0, b1};
     mma_s8(sum, a, b, 0);
     for (int i = 0; i < 4; i++) d[i] += sum[i];
-#elif AMPERE
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-#else
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-        asm("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0,%1},{%2},{%3},{%0,%1};"
-            : "+r"(d[2 * (i & 1)]), "+r"(d[2 * (i & 1) + 1])
-            : "r"(a[i]), "r"(i >> 1 ? b1 : b0));
-#endif
 }
+DEVICE void more_u8(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    int sum[4];
+    u32 b[2] = {b0, b1}, low[4], top[4];
+    for (int i = 0; i < 4; i++) low[i] = a[i] & 0x7f7f7f7fu, top[i] = a[i] >> 7 & 0x01010101u;
+    more_s8(d, low, b0, b1);
+    mma_s8(sum, top, b, 0);
+    for (int i = 0; i < 4; i++) d[i] += 128 * sum[i];
+}
+#else
+#if AMPERE
+#define MORE(SIGN)                                                                                                \
+    asm("mma.sync.aligned.m16n8k32.row.col.s32." SIGN ".s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};" \
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])                                                          \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+#else
+#define MORE(SIGN)                                                                                \
+    _Pragma("unroll") for (int i = 0; i < 4; i++)                                                 \
+        asm("mma.sync.aligned.m8n8k16.row.col.s32." SIGN ".s8.s32 {%0,%1},{%2},{%3},{%0,%1};"     \
+            : "+r"(d[2 * (i & 1)]), "+r"(d[2 * (i & 1) + 1])                                      \
+            : "r"(a[i]), "r"(i >> 1 ? b1 : b0))
+#endif
+DEVICE void more_s8(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { MORE("s8"); }
+DEVICE void more_u8(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { MORE("u8"); }
+#endif
 
 // Four columns in shared memory, a piece for every 256 values: codes as the threads of a product want them, 16 bytes for
-// [h][c][t][column], and scales. Threads t = 2 and 3 change places: so neighbours that store here meet all banks.
+// [h][c][t][column], scales, and where products of unsigned bytes start, [lane][column] (Q3_K). Threads t = 2 and 3 change
+// places: so neighbours that store here meet all banks.
 struct ByteColumns {
-    enum { SCALES = 1024, CHUNK = SCALES + 16 };
+    enum { SCALES = 1024, STARTS = SCALES + 16, CHUNK = STARTS + 256 };
     DEVICE static int place(int h, int c, int t, int column) { return 512 * h + 256 * c + 16 * (4 * (t ^ t >> 1) + column); }
 };
 
@@ -46,7 +60,7 @@ struct ByteFormat;
 
 template <>
 struct ByteFormat<IQ4_XS> {
-    enum { PIECES = 1, HEADS = 1024, STAGE = HEADS + 128 };
+    enum { PIECES = 1, UNSIGNED = 0, HEADS = 1024, STAGE = HEADS + 128 };
     DEVICE static int value_of(int h, int u, int word) { return 64 * h + 32 * u + 128 * (word >> 1) + 16 * (word & 1); }
 
     // Behind the codes: heads of 8 bytes.
@@ -65,15 +79,16 @@ struct ByteFormat<IQ4_XS> {
     DEVICE void take(const u8 *stage, int, int g, int t) {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            fetch<16, true>(stage + 64 * (g + 8 * r) + 16 * t, codes[r]);
-            fetch<8, true>(stage + HEADS + 8 * (g + 8 * r), head[r]);
+            fetch<16, true>(stage + (64 * g + 16 * t) + 512 * r, codes[r]);
+            fetch<8, true>(stage + 8 * g + (HEADS + 64 * r), head[r]);
         }
     }
     DEVICE float scale(int r, int) const { return half_f32((u16)head[r][0]); }
 
-    // sums(k, c, d): d the integers of lanes 4k + c and 4k + 2 + c. column(k, c, b): what they meet.
-    template <class C, class S>
-    DEVICE void terms(int, int h, const C &column, const S &sums) const {
+    // sums(k, c, d): d the integers of lanes 4k + c and 4k + 2 + c. column(c, b): what they meet; starts(k, c, d) where
+    // products of unsigned bytes start.
+    template <class C, class B, class S>
+    DEVICE void terms(int, int h, const C &column, const B &, const S &sums) const {
         float sub[2][2][2], less[2][2];  // of row r, k and sub-block 2h + k + 4s; what a product's start makes of the second
 #pragma unroll
         for (int r = 0; r < 2; r++) {
@@ -120,7 +135,7 @@ struct ByteFormat<IQ4_XS> {
 
 template <>
 struct ByteFormat<Q3_K> {
-    enum { PIECES = 2, THIRDS = 1024, TAIL = THIRDS + 512, TAIL_BYTES = 112, STAGE = TAIL + 4 * TAIL_BYTES };
+    enum { PIECES = 2, UNSIGNED = 1, THIRDS = 1024, TAIL = THIRDS + 512, TAIL_BYTES = 112, STAGE = TAIL + 4 * TAIL_BYTES };
     DEVICE static int value_of(int h, int u, int word) { return 128 * h + 16 * u + 32 * word; }
 
     // Behind the codes: third bits, and scales of whole row blocks.
@@ -139,22 +154,25 @@ struct ByteFormat<Q3_K> {
 
     u32 codes[2][4], third[2][2], low[2], top[2], d[2];
     DEVICE void take(const u8 *stage, int h, int g, int t) {
+        int item = 2 * h + (t >> 1), tail = TAIL_BYTES * (g >> 2), in = g & 3;
+        const u8 *near = stage + (64 * g + 16 * t), *thirds = stage + (32 * g + 8 * t);
+        const u8 *lows = stage + (tail + 16 * in + 4 * item), *tops = stage + (tail + 8 * in + 2 * item);
+        const u8 *scales = stage + (tail + 4 * in);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            int row = g + 8 * r, item = 2 * h + (t >> 1);
-            const u8 *tail = stage + TAIL + TAIL_BYTES * (row >> 2);
-            fetch<16, true>(stage + 64 * row + 16 * t, codes[r]);
-            fetch<8, true>(stage + THIRDS + 32 * row + 8 * t, third[r]);
-            low[r] = *(const u32 *)(tail + 16 * (row & 3) + 4 * item);
-            top[r] = *(const u16 *)(tail + 64 + 8 * (row & 3) + 2 * item);
-            d[r] = *(const u32 *)(tail + 96 + 4 * (row & 3));
+            int far = TAIL + 2 * TAIL_BYTES * r;
+            fetch<16, true>(near + 512 * r, codes[r]);
+            fetch<8, true>(thirds + THIRDS + 256 * r, third[r]);
+            low[r] = *(const u32 *)(lows + far);
+            top[r] = *(const u16 *)(tops + 64 + far);
+            d[r] = *(const u32 *)(scales + 96 + far);
         }
     }
     // The opposite, as products are.
     DEVICE float scale(int r, int e) const { return half_f32((u16)((d[r] >> 16 * e & 0xffff) ^ 0x8000u)); }
 
-    template <class C, class S>
-    DEVICE void terms(int e, int, const C &column, const S &sums) const {
+    template <class C, class B, class S>
+    DEVICE void terms(int e, int, const C &column, const B &starts, const S &sums) const {
         u32 opposite[2], start[2][4];
         int by[2][4];
 #pragma unroll
@@ -184,16 +202,12 @@ struct ByteFormat<Q3_K> {
                     u32 thirds = bit < 2 ? third[r][e] << (2 - bit) : third[r][e] >> (bit - 2);
                     u32 code = ((twos & 0x03030303u) ^ fours) ^ (thirds & fours);
                     // (code - 4) times the opposite of the scale, plus 128, in every byte
-                    a[j] = (code * (u32)by[r][i] + start[r][i]) ^ 0x80808080u;
+                    a[j] = code * (u32)by[r][i] + start[r][i];
                 }
 #pragma unroll
                 for (int k = 0; k < 2; k++) {
-                    if (half) {
-                        more_s8(d[k], a, b[k][2], b[k][3]);
-                    } else {
-                        u32 first[2] = {b[k][0], b[k][1]};
-                        mma_s8(d[k], a, first, WHOLE);
-                    }
+                    if (!half) starts(k, c, d[k]);
+                    more_u8(d[k], a, b[k][2 * half], b[k][2 * half + 1]);
                 }
             }
 #pragma unroll
@@ -279,6 +293,18 @@ DEVICE void byte_block(const u8 *weights, int first, int rows, const Quantised &
         };
         put(0, 0, v[0].x, v[1].x, v[2].x, v[3].x), put(1, 0, v[0].y, v[1].y, v[2].y, v[3].y);
         put(0, 1, v[0].z, v[1].z, v[2].z, v[3].z), put(1, 1, v[0].w, v[1].w, v[2].w, v[3].w);
+        if (Own::UNSIGNED) {
+            int sums[4] = {};
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                u32 words[4] = {v[j].x, v[j].y, v[j].z, v[j].w};
+#pragma unroll
+                for (int lane = 0; lane < 4; lane++) sums[lane] = dot4((int)words[lane], 0x01010101, sums[lane]);
+            }
+#pragma unroll
+            for (int lane = 0; lane < 4; lane++)
+                ((int *)(piece + ByteColumns::STARTS))[4 * (8 * half + 4 * u + lane) + column] = WHOLE - 128 * sums[lane];
+        }
     }
     auto put_scale = [&](int i, float s) {
         *(float *)(space + (i >> 2) * ByteColumns::CHUNK + ByteColumns::SCALES + 4 * (i & 3)) = s;
@@ -291,6 +317,8 @@ DEVICE void byte_block(const u8 *weights, int first, int rows, const Quantised &
     HalfSums all;
     all.clear();
     const u8 *scales = space + ByteColumns::SCALES + 8 * (t & 1);
+    // From a thread's scales to its starts.
+    const int apart = ByteColumns::STARTS - ByteColumns::SCALES + 16 * (8 * h + 2 * (t >> 1));
     Near codes = near_of(space + ByteColumns::place(h, 0, t, g & 3));
     bool mine[2] = {t == g >> 2, t == 2 + (g >> 2)};  // whether columns g of a product k are lanes of this thread
     u32 b[2][4] = {};
@@ -314,7 +342,11 @@ DEVICE void byte_block(const u8 *weights, int first, int rows, const Quantised &
                     for (int i = 0; i < 4; i++) to[k][i] = b[k][i];
                 }
             };
-            ring.own.terms(e, h, column, [&](int k, int c, const float (&d)[4]) { all.lanes(k, c, d, factor); });
+            auto starts = [&](int k, int c, int (&d)[4]) {
+                int2 both = *(const int2 *)(scales + apart + 16 * (4 * k + c));
+                d[0] = d[2] = both.x, d[1] = d[3] = both.y;
+            };
+            ring.own.terms(e, h, column, starts, [&](int k, int c, const float (&d)[4]) { all.lanes(k, c, d, factor); });
             codes += ByteColumns::CHUNK, scales += ByteColumns::CHUNK;
         }
     }

@@ -2,12 +2,14 @@
 // `float_gemv`. A warp takes a unit of one matrix, eight rows of a quantised one or two rows of a float one, so small
 // matrices fill processors that large ones leave idle, and nothing waits for a fork. With several columns of formats that
 // can go there a kernel of their own has them on tensor cores: every block has units of one matrix only, and two neighbouring
-// warps take 16 rows. Q6_K, of few rows there, stays as it is, four rows a warp: no block is to take longer than others.
+// warps take 16 rows. No block is to take longer than others: Q6_K, of few rows there, stays as it is, four rows a warp, and
+// blocks of BF16 hold rows in registers.
 #include "float_rows.cuh"
 #include "gemv/byte_block.cuh"
 #include "gemv/k.cuh"
 #include "gemv/kernels.cuh"
 #include "gemv/q8_0.cuh"
+#include "held_rows.cuh"
 
 // Behind the float kinds: formats by number, as gemv/mixed.py has them.
 enum { FIRST_FORMAT = 3, IS_Q3_K = FIRST_FORMAT, IS_Q4_K, IS_Q5_K, IS_Q6_K, IS_IQ4_XS };
@@ -98,6 +100,38 @@ DEVICE void float_unit(const Part &p, const float *x, int from, int n, int K) {
     }
 }
 
+#define HELD_K 2560  // values of rows that are held; gemv/mixed.py has it too
+
+// Rows first .. of a block of 256 threads beside tensor cores: each half of it holds four, and then four more, which it asks for
+// while the first meet their last columns. p.rows is a multiple of four. space: 2 * 16 * 256 sums.
+DEVICE void held_block(const Part &p, int first, const float *x, int from, int n, float *space) {
+    int half = threadIdx.x >> 7, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    first += HELD_ROWS * half;
+    HeldRows<HELD_K> held(threadIdx.x & 127);
+    auto rows_at = [&](int row) { return p.w + (size_t)(row < p.rows ? row : 0) * (2 * HELD_K); };
+    const u8 *mine = rows_at(first), *next = rows_at(first + 2 * HELD_ROWS);
+#pragma unroll
+    for (int r = 0; r < HELD_ROWS; r++) held.bring(r, mine + 2 * HELD_K * r);
+    bring_early(next, HELD_ROWS * 2 * HELD_K, threadIdx.x & 127, 128);
+    wait_for_inputs();
+#pragma unroll 1
+    for (int again = 0; again < 2; again++, first += 2 * HELD_ROWS) {
+#pragma unroll 1
+        for (int c = 0; c < n; c += 2) {
+            u32 columns[2] = {(u32)(from + c) * HELD_K, (u32)(from + min(c + 1, n - 1)) * HELD_K};
+            held.times(x, columns, space + 256 * HELD_ROWS * (4 * half + c), !again && c + 2 >= n, next);
+        }
+        __syncthreads();
+        // A warp has the rows of a column.
+        int c = warp & 3, row = first + (lane >> 3);
+        if (c < n) {
+            float sum = trees_of_256<HELD_ROWS>(space + 256 * HELD_ROWS * warp);
+            if (lane == lane_of_pair<HELD_ROWS>(lane >> 3) && row < p.rows) p.y[(size_t)(from + c) * p.rows + row] = sum;
+        }
+        __syncthreads();
+    }
+}
+
 // x (columns, K) as float32 and in groups of 256 and 32, where a matrix wants them. Grid: (columns / M, units / warps).
 // HALF: with matrices on tensor cores.
 template <int M, bool HALF = false>
@@ -110,12 +144,17 @@ mixed(const float *x, int columns, int K, int column_bytes, const i8 *codes256, 
                            k2, w3, y3, n3, k3, w4, y4, n4, k4);
     Quantised wide = {codes256, scales256, sums256}, narrow = {codes32, scales32, sums32};
     if constexpr (HALF) {
+        if (p.w && p.kind == BF16_VALUES && K == HELD_K && !(p.rows & 3)) {
+            int from = blockIdx.x * M;
+            held_block(p, 2 * (p.unit - (threadIdx.x >> 5)), x, from, min(columns - from, M), (float *)area);
+            return;
+        }
         if (p.w && p.kind >= FIRST_FORMAT && p.kind != IS_Q6_K) {  // all warps of the block
             int from = blockIdx.x * M, n = min(columns - from, M), front = 8 * (p.unit - (threadIdx.x >> 5));
             if (p.kind == IS_Q3_K) byte_block<Q3_K>(p.w, front, p.rows, wide, from, n, K, p.y, area);
             else if (p.kind == IS_IQ4_XS) byte_block<IQ4_XS>(p.w, front, p.rows, wide, from, n, K, p.y, area);
-            else if (p.kind == IS_Q4_K) half_block<Q4_K>(p.w, front, p.rows, wide, from, n, K, p.y, p.rows, area);
-            else half_block<Q5_K>(p.w, front, p.rows, wide, from, n, K, p.y, p.rows, area);
+            else if (p.kind == IS_Q4_K) half_block<Q4_K, false>(p.w, front, 0, p.rows, wide, from, n, K, p.y, p.rows, area);
+            else half_block<Q5_K, false>(p.w, front, 0, p.rows, wide, from, n, K, p.y, p.rows, area);
             return;
         }
     }

@@ -27,6 +27,9 @@ BYTE_MOST, BYTE_MULTIPLE = 5120, {"Q3_K": 512, "IQ4_XS": 256}
 """Most values of a row for that, and what it is a multiple of."""
 FEW_ROWS = 1024
 """A matrix of Q6_K, which has no products on tensor cores, with more rows than that keeps its list from them."""
+HELD_K, HELD_ROWS, HELD_BYTES = 2560, 4, 32 << 10
+"""Beside matrices on tensor cores: values of a row of BF16 that blocks hold in registers (held_rows.cuh), what the
+number of rows is a multiple of then, and a block's shared memory for their sums."""
 UNIT_ROWS, FLOAT_UNIT_ROWS = 8, 2
 """Rows of a quantised matrix that a warp takes, and of a float one. With two of these all warps of a delta-rule layer's
 widest product have room on 132 processors at once."""
@@ -74,7 +77,7 @@ def mixed(x: int, T: int, K: int, quantised: dict[int, Activations], parts: list
     words += [pointer(0), pointer(0), i32(0), i32(0)] * (MOST_MATRICES - len(parts))
     if _goes_half(parts, T, K):
         grid = (-(-T // COLUMNS[-1]), sum(-(-p.units(half=True) // WARPS) for p in parts))
-        room, less = (_half_room({p.format.name for p in parts}, K, stages) for stages in (4, 2))  # two on Turing
+        room, less = (_half_room(parts, K, stages) for stages in (4, 2))  # two on Turing
         one = launch(SOURCE, f"mixed<{COLUMNS[-1]}, true>", grid, 32 * WARPS, pointer(x), i32(T), i32(K), i32(0),
                      *places, *words, shared_bytes=room)  # fmt: skip
         return [replace(one, ring_bytes=room - less)]
@@ -102,11 +105,13 @@ def _goes_by_bytes(format: BlockFormat, T: int, K: int) -> bool:
 
 def byte_bytes(K: int) -> int:
     """Shared memory of a block for four columns of K values in bytes (byte_block.cuh)."""
-    return max(K // 256 * 1040, 4 * 20 * 32 * 4)
+    return max(K // 256 * 1296, 4 * 20 * 32 * 4)
 
 
-def _half_room(formats: set[str], K: int, stages: int) -> int:
+def _half_room(parts: list[Part], K: int, stages: int) -> int:
     """Shared memory of a block, with rings of so many stages."""
+    formats = {p.format.name for p in parts}
     rooms = [byte_bytes(K) + WARPS * stages * n for name, n in BYTE_STAGES.items() if name in formats]
     rooms += [half_bytes(K) + WARPS * stages * n for name, n in STAGE_BYTES.items() if name in formats]
-    return max(rooms)
+    held = K == HELD_K and any(p.format.name == "BF16" and p.rows % HELD_ROWS == 0 for p in parts)
+    return max(rooms + [HELD_BYTES] * held)
