@@ -2,6 +2,7 @@
 //
 // Up to four matrices that share their input count as one list of rows. T is the number of activation rows a thread
 // holds sums of; more rows are further pieces of the grid, fewer repeat the last one and are not stored.
+#include "held_rows.cuh"
 #include "short_row.cuh"
 #include "short_tile.cuh"
 
@@ -188,8 +189,6 @@ float_gemv_tile(const float *x, int K, int n_x, const u8 *w, float *y, int rows,
     }
 }
 
-#define HELD_ROWS 4  // of a block; float_gemv.py has it too
-
 // Rows of K values in BF16 of one or two matrices. A thread holds two lanes of four rows, which it asks for before it waits
 // for the activations; each of these that it loads serves all four. T columns at a time. GROUPS pieces of a block take T
 // columns each, and bring the weights together: few rows, where trips for the activations are most of the time.
@@ -198,32 +197,29 @@ template <int K, int T, int GROUPS>
 STARTS_EARLY __global__ void __launch_bounds__(128 * GROUPS, GROUPS > 1 ? 1 : 5)
 float_gemv_held(const float *x, int n_x, const u8 *w0, float *y0, int n0, const u8 *w1, float *y1, int n1) {
     const int STEPS = K / 256, COLUMNS = T * GROUPS, PASS = T < 2 ? T : 2;  // with more columns at once registers are short
-    static_assert(K % 256 == 0 && (GROUPS == 1 || GROUPS == HELD_ROWS), "whole steps, and a row for each piece to bring");
+    static_assert(GROUPS == 1 || GROUPS == HELD_ROWS, "a row for each piece to bring");
     __shared__ float4 area[HELD_ROWS * COLUMNS * 64];
     __shared__ u32 brought[GROUPS > 1 ? HELD_ROWS * STEPS * 128 : 1];
     float *lanes = (float *)area;  // 256 of every column and row
     let_next_start();
-    int thread = threadIdx.x & 127, t = 2 * thread, group = threadIdx.x >> 7, first = HELD_ROWS * blockIdx.x;
-    int rows = n0 + n1;
-    u32 w[HELD_ROWS][STEPS];
-    auto bring = [&](int r, u32 (&to)[STEPS]) {
+    int thread = threadIdx.x & 127, group = threadIdx.x >> 7, first = HELD_ROWS * blockIdx.x, rows = n0 + n1;
+    auto row_at = [&](int r) {
         int row = first + r < rows ? first + r : rows - 1;
-        const u8 *from = (row < n0 ? w0 + (size_t)row * K * 2 : w1 + (size_t)(row - n0) * K * 2) + 2 * t;
-#pragma unroll
-        for (int s = 0; s < STEPS; s++) to[s] = load_ahead(from + 512 * s);
+        return row < n0 ? w0 + (size_t)row * K * 2 : w1 + (size_t)(row - n0) * K * 2;
     };
+    HeldRows<K> held(thread);
     if (GROUPS == 1) {
 #pragma unroll
-        for (int r = 0; r < HELD_ROWS; r++) bring(r, w[r]);
+        for (int r = 0; r < HELD_ROWS; r++) held.bring(r, row_at(r));
     } else {
-        bring(group, w[0]);
+        held.bring(0, row_at(group));
 #pragma unroll
-        for (int s = 0; s < STEPS; s++) brought[(group * STEPS + s) * 128 + thread] = w[0][s];
+        for (int s = 0; s < STEPS; s++) brought[(group * STEPS + s) * 128 + thread] = held.w[0][s];
         __syncthreads();
 #pragma unroll
         for (int r = 0; r < HELD_ROWS; r++)
 #pragma unroll
-            for (int s = 0; s < STEPS; s++) w[r][s] = brought[(r * STEPS + s) * 128 + thread];
+            for (int s = 0; s < STEPS; s++) held.w[r][s] = brought[(r * STEPS + s) * 128 + thread];
     }
     wait_for_inputs();
 #pragma unroll 1
@@ -232,39 +228,9 @@ float_gemv_held(const float *x, int n_x, const u8 *w0, float *y0, int n0, const 
 #pragma unroll 1
         for (int at = group * T; at < group * T + T; at += PASS) {
             u32 column[PASS];
-            float acc[PASS][HELD_ROWS][2];
-#ifndef STRATA_ON_CPU
 #pragma unroll
-            for (int r = 0; r < HELD_ROWS; r++)
-#pragma unroll
-                for (int s = 0; s < STEPS; s++) asm volatile("" : "+r"(w[r][s]));  // not unpacked in front of the loop
-#endif
-#pragma unroll
-            for (int c = 0; c < PASS; c++) {
-                column[c] = (u32)(from + at + c < n_x ? from + at + c : n_x - 1) * K + t;
-#pragma unroll
-                for (int r = 0; r < HELD_ROWS; r++) acc[c][r][0] = acc[c][r][1] = 0.f;
-            }
-#pragma unroll
-            for (int s = 0; s < STEPS; s++) {
-                float2 v[PASS];
-#pragma unroll
-                for (int c = 0; c < PASS; c++) v[c] = *(const float2 *)(x + column[c] + 256 * s);
-#pragma unroll
-                for (int r = 0; r < HELD_ROWS; r++) {
-                    float low = float_of(w[r][s] << 16), high = float_of(w[r][s] & 0xffff0000u);
-#pragma unroll
-                    for (int c = 0; c < PASS; c++) {
-                        acc[c][r][0] = fma32(low, v[c].x, acc[c][r][0]);
-                        acc[c][r][1] = fma32(high, v[c].y, acc[c][r][1]);
-                    }
-                }
-            }
-#pragma unroll
-            for (int c = 0; c < PASS; c++)
-#pragma unroll
-                for (int r = 0; r < HELD_ROWS; r++)
-                    *(float2 *)&lanes[256 * (HELD_ROWS * (at + c) + r) + t] = make_float2(acc[c][r][0], acc[c][r][1]);
+            for (int c = 0; c < PASS; c++) column[c] = (u32)(from + at + c < n_x ? from + at + c : n_x - 1) * K;
+            held.template times<PASS>(x, column, lanes + 256 * HELD_ROWS * at);
         }
         __syncthreads();
         int own = (threadIdx.x >> 5) * T;  // T sums a warp

@@ -264,15 +264,15 @@ struct ByteRing {
     }
 };
 
-// As half_block (half_block.cuh). space: ByteColumns of K values, then sums of half the warps (byte_bytes in gemv/mixed.py), and
-// behind them a ring for every warp.
+// As half_block (half_block.cuh), for one tile. space: ByteColumns of K values, and later what warps trade (byte_bytes in
+// gemv/mixed.py); behind that a ring for every warp.
 template <class F>
 DEVICE void byte_block(const u8 *weights, int first, int rows, const Quantised &x, int from, int n, int K, float *y, u8 *space) {
     typedef ByteFormat<F> Own;
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, pair = warp >> 1, h = warp & 1, g = lane >> 2, t = lane & 3;
     int pieces = K >> 8, last = (rows - 1) >> 2, front = (first >> 2) + 4 * pair;
     u32 bytes = (u32)row_block_bytes<F>(K);
-    int ring_at = max(pieces * ByteColumns::CHUNK, 4 * HalfSums::FLOATS * 32 * 4);  // byte_bytes
+    int ring_at = max(pieces * ByteColumns::CHUNK, 8 * HalfSums::TRADED);  // byte_bytes
     ByteRing<F> ring(space + ring_at + warp * ByteRing<F>::BYTES,
                      [&](int i) { return weights + (u64)min(front + i, last) * bytes; }, h, pieces / Own::PIECES);
     ring.start();
@@ -350,17 +350,12 @@ DEVICE void byte_block(const u8 *weights, int first, int rows, const Quantised &
             codes += ByteColumns::CHUNK, scales += ByteColumns::CHUNK;
         }
     }
-    float *traded = (float *)space + HalfSums::FLOATS * 32 * pair;
     __syncthreads();
-    if (h) all.give(traded);
+    all.give(h, space + HalfSums::TRADED * warp);
     __syncthreads();
-    if (h) return;
-    float out[4];
-    all.rows(traded, out);
+    float out[2];
+    all.rows(h, space + HalfSums::TRADED * (warp ^ 1), out);
     // Of the two threads that have the same outputs, each takes a column.
-    int column = 2 * (t & 1) + (t >> 1), row = first + 16 * pair + g;
-    if (column >= n) return;
-    float *to = y + (i64)(from + column) * rows + row;
-    if (row < rows) to[0] = t >> 1 ? out[1] : out[0];
-    if (row + 8 < rows) to[8] = t >> 1 ? out[3] : out[2];
+    int column = 2 * (t & 1) + (t >> 1), row = first + 16 * pair + 8 * h + g;
+    if (column < n && row < rows) y[(i64)(from + column) * rows + row] = t >> 1 ? out[1] : out[0];
 }

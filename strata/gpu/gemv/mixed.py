@@ -105,7 +105,7 @@ def _goes_by_bytes(format: BlockFormat, T: int, K: int) -> bool:
 
 def byte_bytes(K: int) -> int:
     """Shared memory of a block for four columns of K values in bytes (byte_block.cuh)."""
-    return max(K // 256 * 1296, 4 * 20 * 32 * 4)
+    return max(K // 256 * 1296, WARPS * 1280)
 
 
 def _half_room(parts: list[Part], K: int, stages: int) -> int:
