@@ -51,7 +51,7 @@ def lower_experts(c: Lowering, op: Op) -> None:
     shapes = ((F, D), (F, D), (D, F))
     places = tuple(c.weights.expert_place(op.layer, part, k["E"], *shapes[part]) for part in range(3))
     formats = tuple(c.weights.expert_format(op.layer, part) for part in range(3))
-    sides = Side("routed", T * K, T, F, formats, places, ids, factors), shared_side(c, op)
+    sides = Side("routed", T * K, T, F, formats, places, ids, factors, experts=k["E"]), shared_side(c, op)
     quantise_inputs(c, op, *sides)
     if not c.release():  # else the routed side goes on in the branch of the router
         c.branch()

@@ -25,6 +25,7 @@ class Side:
     decisions  address of uint8 (n,), or 0: entries count whose decision is a bit of `take`; outputs of others are
                undefined
     jobs       address of the list of their jobs, of which there are at most `most_jobs` (gemv.Entries)
+    experts    how many there are, or 0 (gemv.Entries)
     """
 
     name: str
@@ -39,10 +40,13 @@ class Side:
     take: int = 0
     jobs: int = 0
     most_jobs: int = 0
+    experts: int = 0
 
     @property
     def entries(self) -> Entries | None:
-        return Entries(self.ids, self.n, self.T, jobs=self.jobs, most_jobs=self.most_jobs) if self.ids else None
+        if not self.ids:
+            return None
+        return Entries(self.ids, self.n, self.T, jobs=self.jobs, most_jobs=self.most_jobs, experts=self.experts)
 
 
 def _product(

@@ -96,11 +96,6 @@ STARTS_EARLY KERNEL(THREADS) qsa_tiles(const float *q, const i64 *pos, const voi
 // known how many tiles there are: the scratch holds most_tiles of them. A position that was looked at early says how many are
 // likely; others would come from memory, as nobody has touched them for long. If there are more, they are asked for again.
 #define AT_ONCE 32
-#ifdef STRATA_ON_CPU
-#define CHECKS_PEEK 1  // it gives 0 there: what is likely is too few
-#else
-#define CHECKS_PEEK 0
-#endif
 
 STARTS_EARLY __global__ void __launch_bounds__(THREADS, 2)
 qsa_merge(const float *parts, const float *q_gate, float *y, const i64 *pos, const i64 *first,
@@ -114,7 +109,7 @@ qsa_merge(const float *parts, const float *q_gate, float *y, const i64 *pos, con
     bool fine = true;
     let_next_start();
     int likely = most_tiles;
-    if ((CAN_START_EARLY || CHECKS_PEEK) && block) {
+    if (CAN_PEEK && block) {
         int n = peek((const int *)pos) + row + 1;
         likely = max(1, min(most_tiles, (list_of(n > 0 ? n : 1, nullptr, block, budget, nullptr).entries + TILE - 1) / TILE));
     }

@@ -76,7 +76,8 @@ def lower_split(c: Lowering, op: Op, split: Split) -> None:
     def side(name: str, table: int, decision: int, jobs: int, experts: int) -> Side:
         places = tuple(Place(table=table, part=part) for part in range(3))
         most_jobs = min(T * K, experts * -(-T // columns_of(T)))
-        return Side(name, T * K, T, F, formats, places, ids, factors, d.decisions, 1 << decision, jobs, most_jobs)
+        return Side(name, T * K, T, F, formats, places, ids, factors, d.decisions, 1 << decision, jobs, most_jobs,
+                    k["E"])  # fmt: skip
 
     def end_of_branch(word: int) -> None:
         if split.stamp_branches:

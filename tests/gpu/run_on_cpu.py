@@ -85,6 +85,7 @@ def library(source: Source, races: bool = WATCH_RACES) -> ctypes.CDLL:
         )
     text = f'#include "shim.h"\n#include "{source.path}"\n' + "".join(entries)
     text += 'extern "C" const char *message() { return shim::message; }\n'
+    text += 'extern "C" void let_peeks_see(int word) { shim::peeked = word; }\n'
     flags = (*FLAGS, *_target_flags(), _level(source), *(RACES if races else ()))
     shim = "".join((HERE / name).read_text("utf-8") for name in HEADERS)
     parts = [text, source.path.read_text("utf-8"), str(headers_of(source.path)), shim]
@@ -117,8 +118,8 @@ def _with_line(message: str, library: str) -> str:
     return f"{told}; {done.stdout.strip()}"
 
 
-def run(launch: Launch, *, reverse: bool = False, races: bool = WATCH_RACES) -> None:
-    """Run one launch. reverse: blocks, warps and lanes in the opposite order.
+def run(launch: Launch, *, reverse: bool = False, races: bool = WATCH_RACES, peeked: int = 0) -> None:
+    """Run one launch. reverse: blocks, warps and lanes in the opposite order. peeked: see run_all.
 
     AssertionError if lanes wait for ever, an argument has the wrong size, dynamic shared memory is exceeded, a copy is
     not aligned, or with `races` if threads race for shared memory.
@@ -138,17 +139,21 @@ def run(launch: Launch, *, reverse: bool = False, races: bool = WATCH_RACES) -> 
     block = (ctypes.c_int * 3)(launch.block[0] * cluster, *launch.block[1:])
     function = getattr(lib, f"launch_{i}")
     function.restype = ctypes.c_bool
+    lib.let_peeks_see(peeked)
     fine = function(args, grid, block, launch.shared_bytes * cluster, reverse)
     assert fine, f"{launch.kernel}: {_with_line(lib.message().decode(), lib._name)}"
 
 
-def run_all(launches: list[Launch], *, reverse: bool = False) -> None:
-    """Run launches in order, here or on the device; afterwards the arrays hold what the kernels wrote."""
+def run_all(launches: list[Launch], *, reverse: bool = False, peeked: int = 0) -> None:
+    """Run launches in order, here or on the device; afterwards the arrays hold what the kernels wrote.
+
+    peeked: what kernels see here where they look at a word that may not be written yet (early.cuh).
+    """
     if ON_DEVICE:
         mirrors().run(launches)
         return
     for launch in launches:
-        run(launch, reverse=reverse)
+        run(launch, reverse=reverse, peeked=peeked)
 
 
 class Mirrors:

@@ -134,6 +134,7 @@ class Entries:
     jobs       instead of decisions: int32, how many jobs there are, then for each the first entry of an expert, and how
                many entries of it to pass over << 16. Up to `columns_of` entries a job; others are left as they are
     most_jobs  there are at most so many; the list has room for them, whatever stands there
+    experts    how many there are: ids may be looked at before they are final; 0: they are not
     """
 
     ids: int
@@ -143,6 +144,7 @@ class Entries:
     take: int = 2
     jobs: int = 0
     most_jobs: int = 0
+    experts: int = 0
 
     def __post_init__(self) -> None:
         need(not self.jobs or (self.most_jobs > 0 and not self.decisions), "jobs of a product", found=self)
@@ -293,7 +295,7 @@ def product(
         pointer(entries.jobs if entries else 0), i32(n), i32(n // x.T),
         pointer(x.codes), pointer(x.scales), pointer(x.sums), pointer(y), i64(y_stride or rows), i32(rows), i32(x.K),
         pointer(h.codes if h else 0), pointer(h.scales if h else 0), pointer(h.sums if h else 0),
-        pointer(ends.factors if ends else 0), i32(hidden.experts if hidden else 0),
+        pointer(ends.factors if ends else 0), i32((hidden or entries).experts if hidden or entries else 0),
         pointer(ends.error if ends else 0), ends.where if ends else NOWHERE,
     )  # fmt: skip
     if gate_up and T > 1:
@@ -304,8 +306,9 @@ def product(
     sums = tuple(map(pointer, (c.sums, c.arrived, c.weights, c.shared, c.gate))) if c else NO_SUMS
     if short and M <= SHORT_COLUMNS and rows % 8 == 0:
         per = SHORT_PAIRS_OF_ONE if M == 1 else SHORT_PAIRS
-        return [launch(SHORT, f"short_rows<{format.name}, {x.K}, {M}>", (across, -(-rows // (8 * per))), 128, *args,
-                       *sums, i32(per))]  # fmt: skip
+        tiles = -(-rows // (8 * per))
+        grid = (across, tiles) if M == 1 else (tiles, across)
+        return [launch(SHORT, f"short_rows<{format.name}, {x.K}, {M}>", grid, 128, *args, *sums, i32(per))]
     # Only where a block may meet a lone column: blocks that ask for less are more, and leave more to L1.
     lone = brings_column(x.K) and (M == 1 or (source is not GRIDS and (entries is not None or T % M == 1)))
     return [launch(source, f"product<{format.name}, {M}>", (across, tiles), 32 * warps, *args, *sums,

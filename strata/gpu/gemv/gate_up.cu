@@ -3,43 +3,7 @@
 // Most experts of such a window are wanted by one row: their blocks do what those of a window of one row do. Experts that
 // several rows want are computed on tensor cores (half_q4.cuh), whatever the number of rows up to four.
 #include "gemv/half_ring.cuh"
-
-// As Group::of_expert<4> for block `blockIdx.y`, with all ids of up to 96 entries asked for at once.
-DEVICE Group group_of_expert(const int *ids, const u8 *decisions, u32 take, const int *jobs, int entries) {
-    int batches = jobs ? 1 : gridDim.y / entries, entry = blockIdx.y / batches, lane = threadIdx.x & 31;
-    int from = blockIdx.y % batches * 4;
-    if (jobs) {
-        // Asked for together, also what is no job: there are most_jobs words.
-        u32 n = load_volatile(jobs), job = load_volatile(jobs + 1 + blockIdx.y);
-        if (blockIdx.y >= n) return {0, 0, 0};
-        from = job >> 16;
-        entry = job & 0xffff;
-    }
-    int found = 0, expert = ids[entry];
-    bool leads = Group::taken(decisions, take, entry);
-    Group g = {0, entry, expert};
-    for (int start = 0; start < entries; start += 96) {
-        int id[3];
-        bool wanted[3];
-#pragma unroll
-        for (int i = 0; i < 3; i++) {
-            int k = start + 32 * i + lane;
-            id[i] = k < entries ? ids[k] : -1;
-            wanted[i] = k < entries && Group::taken(decisions, take, k);
-        }
-#pragma unroll
-        for (int i = 0; i < 3; i++) {
-            u32 same = __ballot_sync(ALL_LANES, id[i] == expert && wanted[i]);
-            int first = start + 32 * i;
-            if (!found && same && first + __ffs((int)same) - 1 != entry) leads = false;
-            for (; same; same &= same - 1, found++)
-                if (lane == found) g.mine = first + __ffs((int)same) - 1;
-        }
-    }
-    int n = min(found - from, 4);
-    if (leads && n > 0) g.have = ((1u << n) - 1) << from;
-    return g;
-}
+#include "gemv/wanted.cuh"
 
 // Blocks for 32 rows of gate and of up. Grid: (row tiles, entries * groups of four, or jobs): what has nothing to do comes
 // last. Dynamic shared memory: columns, what warps trade, a ring for every warp from ring_at on.
@@ -53,7 +17,7 @@ gate_up(const u8 *weights, const u8 *up, const u64 *addresses, int part, i64 str
     u32 bytes = (u32)row_block_bytes<Q4_K>(K);
     wait_for_inputs();
     let_next_start();
-    Group wanted = group_of_expert(ids, decisions, take, jobs, n);
+    Group wanted = group_of_expert(blockIdx.y, gridDim.y, ids, decisions, take, jobs, n);
     if (!wanted.have) return;
     if (addresses) {
         weights = (const u8 *)addresses[3 * wanted.expert + part];

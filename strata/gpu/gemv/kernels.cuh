@@ -177,17 +177,20 @@ DEVICE void rows_of_block(const u8 *weights, Group &g, const Quantised &x, int s
     if (own.first && own.t < n && row < rows) put(entry_of(own.t, entry), row, out);
 }
 
-// Where the matrix of a block's expert lies, by words that may still change; null if it has none.
+// Where the matrix of a block's expert lies, by words that may still change or were never written: an entry or an expert
+// that there is not is not looked up. Null if the block has none, or if nobody says how many experts there are.
 DEVICE const u8 *likely_matrix(const u8 *weights, i64 stride, const u64 *addresses, int part, const int *ids,
-                               const int *jobs) {
-    if (!CAN_START_EARLY) return nullptr;
+                               const int *jobs, int entries, int experts) {
+    if (!CAN_PEEK) return nullptr;
     int entry = blockIdx.x;
     if (jobs) {
         int n = peek(jobs), job = peek(jobs + 1 + entry);
         if (entry >= n) return nullptr;
         entry = job & 0xffff;
+        if (entry >= entries) return nullptr;
     }
     int e = peek(ids + entry);
+    if ((u32)e >= (u32)experts) return nullptr;
     if (!addresses) return weights + e * stride;
     const int *words = (const int *)(addresses + 3 * e + part);
     return (const u8 *)((u64)(u32)peek(words) | (u64)(u32)peek(words + 1) << 32);
@@ -214,7 +217,8 @@ DEVICE void block_of_product(const u8 *weights, const u8 *up, const u64 *address
         if (M == 1 && !h_codes) {
             size_t bytes = row_block_bytes<F>(K);
             int first = 2 * (blockIdx.y * (blockDim.x >> 5) + (threadIdx.x >> 5)), blocks = ((rows + 3) >> 2) - first;
-            const u8 *matrix = blocks > 0 ? likely_matrix(weights, stride, addresses, part, ids, jobs) : nullptr;
+            const u8 *matrix = blocks > 0 ? likely_matrix(weights, stride, addresses, part, ids, jobs, columns, h.experts)
+                                             : nullptr;
             if (matrix) bring_early(matrix + first * bytes, (blocks < 2 ? 1 : 2) * (u32)bytes, threadIdx.x & 31, 32);
         }
         wait_for_inputs();

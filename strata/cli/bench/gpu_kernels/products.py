@@ -122,7 +122,8 @@ def check_experts(t: Timer, format: BlockFormat, down: BlockFormat) -> int:
     ids = np.stack([np.random.default_rng(r).permutation(E)[:3] for r in range(T)]).astype(np.int32)
     for rows in (1, 2, T):
         own = ids[:rows]
-        entries, a = Entries(t.place(own), own.size, rows), t.activations(x[:rows], format.group)
+        entries = Entries(t.place(own), own.size, rows, experts=E)
+        a = t.activations(x[:rows], format.group)
         h = Activations.at(t.device.alloc(Activations.n_bytes(own.size, F, 32)), own.size, F, 32)
         hidden, y = Hidden(Place(table=at, part=1), h, t.error, WHERE), t.device.alloc(4 * own.size * K)
         t.device.run(product(format, Place(table=at), F, a, entries=entries, hidden=hidden))
@@ -194,7 +195,7 @@ def time_experts(t: Timer, gate_name: str, down_name: str, rows: Sequence[int]) 
                 ids = np.broadcast_to(ids[:1], ids.shape) if same else ids
                 different += len(np.unique(ids))
                 numbers.append(t.place(ids))
-                e = Entries(numbers[-1], entries, T)
+                e = Entries(numbers[-1], entries, T, experts=N_EXPERTS)
                 first += product(gate, places[0], WIDTH, x, entries=e, hidden=Hidden(places[1], h, t.error, WHERE))
                 apart += product(gate, places[0], WIDTH, x, sides, entries=e)
                 last += product(down, places[2], D, h, y, entries=e)
