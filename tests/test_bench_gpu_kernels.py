@@ -88,15 +88,20 @@ def test_ops(quick):
 
 
 def test_products(quick):
-    quick(products, DENSE=((64, 2560),), EXPERTS=(("Q4_K", "IQ4_NL"),), WIDTH=64, D=256, CHOICES=2, N_EXPERTS=4,
-          LAUNCHES=1, MOST_COPIES=1, CHECKED_ROWS=16, CHECKED_COLUMNS={256: (256,), 32: (64,)})  # fmt: skip
+    lists = ((("BF16", 3), ("Q4_K", 9)), (("BF16", 3), ("IQ4_XS", 9)))
+    quick(products, DENSE=((64, 2560),), LISTS=lists, EXPERTS=(("Q4_K", "IQ4_NL"),), WIDTH=64, D=256,
+          CHOICES=2, N_EXPERTS=4, LAUNCHES=1, MOST_COPIES=1, CHECKED_ROWS=16,
+          CHECKED_COLUMNS={256: (256,), 32: (64,)})  # fmt: skip
     found = run("products", "--types", "Q4_K", "--rows", "2")
     assert found["values_compared"] > 1000
     names = [f["name"] for f in found["figures"]]
     assert names[:2] == [f"Q4_K [64 x 2560] T=2 {form}, {form}<Q4_K, 4>" for form in ("product", "split")]
     assert sum(n.startswith("gate+up+SwiGLU Q4_K T=2") for n in names) == 2, "the same experts, and others for each row"
     assert sum("in free order" in n for n in names) == 2 and any(n.startswith("SwiGLU alone") for n in names)
+    assert [n for n in names if n.startswith("list")] == ["list T=2 BF16 3 + Q4_K 9, mixed<4, true>"]
     tensor = run("products", "--types", "Q4_K", "--rows", "2", "--tensor-from", "2")["figures"]
+    without = run("products", "--types", "Q4_K", "--rows", "2", "--tensor-from", "99")["figures"]
+    assert "list T=2 BF16 3 + Q4_K 9, mixed<4>" in [f["name"] for f in without]
     assert "half_rows" in tensor[0]["name"] and "half_split" in tensor[1]["name"] and gemv.HALF_FROM > 2
 
 

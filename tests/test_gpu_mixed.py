@@ -61,7 +61,7 @@ def test_every_format(name):
         check([(name, 13), (name, 5)], T, 2560 if T == 1 else 512)
 
 
-@pytest.mark.parametrize("T", [3, 4, 5, 8])
+@pytest.mark.parametrize("T", [2, 3, 4, 5, 8])
 def test_tensor_cores(T):
     """Matrices of every format that goes there anywhere in a list, units behind the last row of a matrix."""
     lists = (
@@ -78,7 +78,7 @@ def test_tensor_cores(T):
         assert launch.grid[:2] == (-(-T // 4), blocks)
 
 
-@pytest.mark.parametrize("T", [3, 4, 6, 8])
+@pytest.mark.parametrize("T", [2, 3, 4, 6, 8])
 def test_held_rows(T):
     """BF16 of the width that blocks hold in registers: rows that fill a block or end in it, others beside them."""
     launch = check([("BF16", 20), ("BF16", 6), ("IQ4_XS", 9), ("BF16", 64), ("Q4_K", 5)], T, HELD_K, reverse=T == 6)
@@ -88,10 +88,11 @@ def test_held_rows(T):
 
 
 def test_tensor_cores_or_not(monkeypatch):
-    """Few columns, long rows, other formats and much of Q6_K stay as they are; all if no columns are enough."""
+    """One column, long rows, other formats and much of Q6_K stay as they are; all if no columns are enough."""
     shapes = [("BF16", 6), ("Q4_K", 24)]
     assert check(shapes, 4, 5120).shared_bytes > 40000
-    assert check(shapes, 2, 768).shared_bytes == check(shapes, 4, 5376).shared_bytes == 0
+    assert check(shapes, 2, 768).kernel == "mixed<4, true>" and check(shapes, 1, 768).kernel == "mixed<1>"
+    assert check(shapes, 4, 5376).shared_bytes == 0
     assert check([("BF16", 6), ("Q8_0", 9), ("Q4_K", 24)], 4, 768).shared_bytes == 0
     assert check([("BF16", 6), ("Q3_K", 24)], 4, 768).shared_bytes == check([("Q3_K", 24)], 4, 5632).shared_bytes == 0
     assert check([("IQ4_XS", 24)], 4, 5376).shared_bytes == check([("Q5_K", 9)], 4, 4864).shared_bytes == 0

@@ -25,6 +25,9 @@ BYTE_STAGES = {"Q3_K": 1984, "IQ4_XS": 1152}
 """Of a chunk that is on its way to a warp, in formats that go to int8 tensor cores (byte_block.cuh)."""
 BYTE_MOST, BYTE_MULTIPLE = 5120, {"Q3_K": 512, "IQ4_XS": 256}
 """Most values of a row for that, and what it is a multiple of."""
+HALF_LISTS_FROM = 2
+"""Fewest columns of a list on tensor cores, in float16 or int8. Two take 11.2 us and not 12.3 (IQ4_XS), 10.7 and not
+12.5 (an attention layer's), or the same (Q3_K with Q4_K)."""
 FEW_ROWS = 1024
 """A matrix of Q6_K, which has no products on tensor cores, with more rows than that keeps its list from them."""
 HELD_K, HELD_ROWS, HELD_BYTES = 2560, 4, 32 << 10
@@ -93,14 +96,15 @@ def mixed(x: int, T: int, K: int, quantised: dict[int, Activations], parts: list
 
 def _goes_half(parts: list[Part], T: int, K: int) -> bool:
     """Whether T columns meet a list on tensor cores: all of its quantised matrices, but for small ones in Q6_K."""
+    if T < HALF_LISTS_FROM or choices.HALF_FROM > MOST_COLUMNS:
+        return False
     large = [p.format for p in parts if p.format.group and (p.format.name != "Q6_K" or p.rows > FEW_ROWS)]
-    return bool(large) and all(goes_half(f, T, K) or _goes_by_bytes(f, T, K) for f in large)
+    return bool(large) and all(goes_half(f, MOST_COLUMNS, K) or _goes_by_bytes(f, K) for f in large)
 
 
-def _goes_by_bytes(format: BlockFormat, T: int, K: int) -> bool:
-    """Whether T columns of K values meet a matrix of a list on int8 tensor cores."""
-    return (T >= choices.HALF_FROM and format.name in BYTE_STAGES and K <= BYTE_MOST
-            and K % BYTE_MULTIPLE[format.name] == 0)  # fmt: skip
+def _goes_by_bytes(format: BlockFormat, K: int) -> bool:
+    """Whether a list has rows of K values in a format on int8 tensor cores."""
+    return format.name in BYTE_STAGES and K <= BYTE_MOST and K % BYTE_MULTIPLE[format.name] == 0
 
 
 def byte_bytes(K: int) -> int:

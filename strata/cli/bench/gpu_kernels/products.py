@@ -21,6 +21,7 @@ from strata.gpu.experts_ends import swiglu
 from strata.gpu.gemv import SPLIT, Entries, Hidden, Place, brings_column, gemv, product, relayout, relayout_bytes
 from strata.gpu.gemv.ahead import AHEAD
 from strata.gpu.gemv.huge import HUGE, HUGE_ROWS
+from strata.gpu.gemv.mixed import Part, mixed
 from strata.gpu.launch import Source, i32, launch, pointer
 from strata.gpu.relayout_kernel import bit_map, relayout_launches
 from strata.pack.formats import FORMATS, BlockFormat, by_name
@@ -32,6 +33,13 @@ FREE = Source(
 )
 """4-bit products whose sums have no fixed order: what the hardware gives."""
 DENSE = ((1280, 2560), (2560, 6144), (10240, 2560), (16384, 2560), (2560, 10240), (248320, 2560))
+LISTS = (
+    (("BF16", 48), ("BF16", 48), ("IQ4_XS", 6144), ("IQ4_XS", 10240)),
+    (("BF16", 48), ("BF16", 48), ("Q4_K", 6144), ("Q3_K", 10240)),
+    (("BF16", 48), ("BF16", 48), ("Q4_K", 6144), ("Q4_K", 10240)),
+    (("BF16", 128), ("BF16", 512), ("Q6_K", 512), ("Q5_K", 512), ("IQ4_XS", 12288)),
+)
+"""Matrices of one input in a layer of releases: of the delta rule, and of attention."""
 TIMED = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "IQ3_XXS", "IQ2_S", "Q2_0", "MXFP4")
 EXPERTS = (("Q4_K", "IQ4_NL"), ("Q8_0", "Q8_0"), ("IQ3_XXS", "Q2_0"), ("MXFP4", "MXFP4"))
 WIDTH, D, CHOICES, N_EXPERTS = 640, 2560, 10, 256
@@ -162,6 +170,29 @@ def time_dense(t: Timer, name: str, rows: Sequence[int]) -> None:
                 t.add(what, t.us(launches) / n, size)
 
 
+def time_lists(t: Timer, lists: Sequence[Sequence[tuple[str, int]]], rows: Sequence[int]) -> None:
+    """Matrices of one input, D values a row, as one launch."""
+    for shapes in lists:
+        matrices = [(by_name(name), n) for name, n in shapes]
+        sizes = [relayout_bytes(f, n, D) if f.group else f.row_bytes(D) * n for f, n in matrices]
+        copies = max(3, min(LAUNCHES, SPAN_BYTES // sum(sizes)))
+        places = []
+        for (format, n), size in zip(matrices, sizes, strict=True):
+            tile = _weights(format, min(n, TILE_ROWS), D)
+            places.append(t.copies(np.resize(relayout(format, tile) if format.group else tile, size), copies))
+        for T in rows:
+            x = np.random.default_rng(T).standard_normal((T, D), np.float32)
+            at, made = t.place(x), {group: t.activations(x, group) for group in {f.group for f, _ in matrices} - {0}}
+            y = [t.device.alloc(4 * T * n) for _, n in matrices]
+            launches = []
+            for i in range(copies):
+                parts = [Part(f, first + i * stride, n, to) for (f, n), (first, stride), to
+                         in zip(matrices, places, y, strict=True)]  # fmt: skip
+                launches += mixed(at, T, D, made, parts)
+            what = " + ".join(f"{name} {n}" for name, n in shapes)
+            t.add(f"list T={T} {what}, {launches[0].kernel}", t.us(launches) / copies, sum(sizes))
+
+
 def time_free(t: Timer, rows: int, K: int, T: int, ids: list[int], at: int, kind: str) -> None:
     """CHOICES experts of (rows, K) in 4 bits, numbered by `ids`, by the kernel without an order in its best shape."""
     y, size = t.device.alloc(4 * T * CHOICES * rows), N_EXPERTS * rows * K // 2
@@ -216,4 +247,6 @@ def timings(names: Sequence[str], rows: Sequence[int]) -> list[Callable[[Timer],
     """What times matrices of formats (none: TIMED), and pairs of experts that have one of them: gigabytes each."""
     dense = [partial(time_dense, name=name, rows=rows) for name in names or TIMED]
     pairs = [pair for pair in EXPERTS if not names or set(pair) & set(names)]
+    lists = [one for one in LISTS if not names or {name for name, _ in one} & set(names)]
+    dense += [partial(time_lists, lists=lists, rows=rows)] * bool(lists)
     return [*dense, *(partial(time_experts, gate_name=gate, down_name=down, rows=rows) for gate, down in pairs)]
