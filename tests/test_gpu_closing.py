@@ -252,7 +252,8 @@ class FakeCuda:
             live["registered"] -= 1
 
         runtime = SimpleNamespace(
-            CUDARuntimeError=RuntimeError, getDeviceProperties=lambda index: {"name": b"fake"}, hostAllocPortable=1,
+            CUDARuntimeError=RuntimeError, hostAllocPortable=1,
+            getDeviceProperties=lambda index: {"name": b"fake", "multiProcessorCount": 4},
             driverGetVersion=lambda: 12040, deviceGetAttribute=lambda *_: 1, memGetInfo=lambda: (1 << 30, 1 << 30),
             memsetAsync=lambda *_: None, hostRegister=register, hostUnregister=unregister,
             cudaDevAttrHostRegisterSupported=1, cudaDevAttrCanUseHostPointerForRegisteredMem=2,
