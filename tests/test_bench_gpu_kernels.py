@@ -16,8 +16,9 @@ from strata.base.errors import StrataError
 from strata.cli import app
 from strata.cli.bench.gpu_kernels import PARTS, nodes, ops, products, uploads, wide
 from strata.cli.bench.gpu_kernels.timer import Timer
-from strata.gpu import device, early_launch, gemv
+from strata.gpu import device, early_launch
 from strata.gpu.compile import compile_source
+from strata.gpu.gemv import choices
 from strata.gpu_speed import Effort
 from strata.pack.formats import by_name
 from tests.gpu.host_device import HostDevice
@@ -102,7 +103,7 @@ def test_products(quick):
     tensor = run("products", "--types", "Q4_K", "--rows", "2", "--tensor-from", "2")["figures"]
     without = run("products", "--types", "Q4_K", "--rows", "2", "--tensor-from", "99")["figures"]
     assert "list T=2 BF16 3 + Q4_K 9, mixed<4>" in [f["name"] for f in without]
-    assert "half_rows" in tensor[0]["name"] and "half_split" in tensor[1]["name"] and gemv.HALF_FROM > 2
+    assert "half_rows" in tensor[0]["name"] and "half_split" in tensor[1]["name"] and choices.HALF_FROM > 2
 
 
 def test_products_that_differ_are_refused(timer, monkeypatch):

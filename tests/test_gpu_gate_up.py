@@ -6,7 +6,8 @@ import pytest
 from strata.base import arithmetic
 from strata.base.program import NOT_FINITE
 from strata.gpu import gemv as module
-from strata.gpu.gemv import GATE_UP, Entries, Hidden, product
+from strata.gpu.gemv import Entries, Hidden, choices, product
+from strata.gpu.gemv.gate_up import SOURCE
 from strata.gpu.launch import launch
 from strata.pack.lanes import gemv as exact
 from tests.block_data import MODES
@@ -21,7 +22,7 @@ NAMES = ("Q4_K", "Q4_K", "IQ4_NL")
 
 @pytest.fixture(autouse=True)
 def together(monkeypatch):
-    monkeypatch.setattr(module, "ALONE_ROWS", ())
+    monkeypatch.setattr(choices, "ALONE_ROWS", ())
 
 
 def hidden_row(layer: Layer, x: np.ndarray, expert: int) -> np.ndarray:
@@ -42,7 +43,7 @@ def check(layer, x, ids, decisions=None, jobs=None, served=None, reverse=False, 
         entries = Entries(address(ids), n, T, jobs=address(jobs), most_jobs=len(jobs) - 1)
     to = Hidden(layer.place(1), h.places, error.address, WHERE, address(layer.factors) if layer.scaled else 0, layer.E)
     launches = product(layer.formats[0], layer.place(0), layer.F, area.places, entries=entries, hidden=to)
-    assert [one.source for one in launches] == [GATE_UP]
+    assert [one.source for one in launches] == [SOURCE]
     before = [part.copy() for part in (h.codes, h.scales, h.sums)]
     run_all(launches, reverse=reverse)
     if not finite:
@@ -123,7 +124,7 @@ def test_every_entry_by_itself(T, decided, monkeypatch):
     kernels = []
     monkeypatch.setattr(module, "launch", lambda source, kernel, *more, **named: kernels.append(kernel) or
                         launch(source, kernel, *more, **named))  # fmt: skip
-    monkeypatch.setattr(module, "ALONE_ROWS", (T,))
+    monkeypatch.setattr(choices, "ALONE_ROWS", (T,))
     out, reported = layer.outputs(x, ids, decisions)
     assert reported is None and kernels == ["product<Q4_K, 1>", "short_rows<IQ4_NL, 640, 1>"]
     wanted = layer.wanted(x, ids).reshape(3 * T, -1)
@@ -134,5 +135,5 @@ def test_every_entry_by_itself(T, decided, monkeypatch):
 
 def test_jobs_are_taken_as_they_are(monkeypatch):
     """An expert's entries stand in one job: nothing is left to the entries."""
-    monkeypatch.setattr(module, "ALONE_ROWS", (6,))
+    monkeypatch.setattr(choices, "ALONE_ROWS", (6,))
     test_jobs()

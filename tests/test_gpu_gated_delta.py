@@ -127,7 +127,7 @@ def test_which_kernels_a_window_takes(monkeypatch):
     assert kernels(SPLIT[0]) == ["gdn_split"] and kernels(ops.SIZES[1]) == ["gdn_window<16>"]
     apart = ["gdn_conv", "gdn_heads<32>", "quantise<1>"]
     assert kernels(ops.SIZES[3]) == apart, "five taps, and heads that make no pairs"
-    monkeypatch.setattr(gpu, "SPLIT_ROWS", 2)
+    monkeypatch.setattr(gpu, "SPLIT_WINDOW", 2)
     assert kernels(SPLIT[0], 2) == ["gdn_split"] and kernels(SPLIT[0], 3) == [*apart, "quantise<8>"]
 
 

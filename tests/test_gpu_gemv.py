@@ -7,11 +7,12 @@ import pytest
 
 from strata.base import arithmetic
 from strata.base.errors import BadArgument
-from strata.gpu import gemv as package
 from strata.gpu.activations import Activations
-from strata.gpu.gemv import COLUMNS, SPLIT, brings_column, gemv, relayout
+from strata.gpu.gemv import choices, gemv, relayout, split
 from strata.gpu.gemv.ahead import AHEAD
+from strata.gpu.gemv.choices import brings_column
 from strata.gpu.gemv.huge import HUGE
+from strata.gpu.gemv.sources import COLUMNS, SPLIT
 from strata.pack.formats import FORMATS, by_name
 from strata.pack.lanes import gemv as exact
 from tests.block_data import MODES, random_activations, random_rows
@@ -76,7 +77,7 @@ def test_whole_rows_ahead(name, T, monkeypatch):
         return [m.kernel for m in gemv(format, 64, 10240, places, 64)]
 
     assert tall(T) == [m.kernel for m in one] and tall(1) == [f"product<{name}, 1>"]
-    monkeypatch.setattr(package, "AHEAD_FROM", 99)
+    monkeypatch.setattr(choices, "AHEAD_FROM", 99)
     assert tall(T) == [f"product<{name}, 4>"]
 
 
@@ -109,7 +110,7 @@ def test_many_rows_and_columns(name):
 @pytest.mark.parametrize("name", sorted(SPLIT))
 def test_terms_of_several_rounds(name, monkeypatch):
     """Rows whose terms do not fit into shared memory at once, and ends of rounds that no warp's last chunk meets."""
-    monkeypatch.setattr(package, "SPREAD_BYTES", 1)
+    monkeypatch.setattr(split, "SPREAD_BYTES", 1)
     format = by_name(name)
     raw, x = random_rows(format, 5, 10240, "mid", seed=3), random_activations(1, 10240, "mid", seed=4)
     weights, area, y = aligned(relayout(format, raw)), area_of(x, format.group), room(1, 5)
@@ -186,7 +187,7 @@ def test_which_form_is_chosen(name, T, rows, K, chosen):
 
 
 def test_rings_can_be_left_to_heads(monkeypatch):
-    monkeypatch.setattr(package, "RING_ROWS", 1 << 20)
+    monkeypatch.setattr(choices, "RING_ROWS", 1 << 20)
     for rows, chosen in ((16384, "product"), (65536, "huge")):
         (one,) = gemv(by_name("Q8_0"), 64, rows, Activations.at(1 << 20, 1, 2560, 32), 64)
         assert one.kernel.partition("<")[0] == chosen

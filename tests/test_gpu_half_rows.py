@@ -5,8 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from strata.gpu import gemv as package
-from strata.gpu.gemv import Place, gemv, half, product, relayout
+from strata.gpu.gemv import Place, choices, gemv, half, product, relayout
 from strata.gpu.gemv.half import half_rows
 from strata.gpu.launch import Source, made_for
 from strata.pack.formats import by_name
@@ -16,7 +15,7 @@ from tests.gpu.run_on_cpu import ON_DEVICE, address, needs_compiler, run, run_al
 from tests.test_gpu_gemv import aligned, area_of, wanted
 
 pytestmark = needs_compiler
-LONGEST = {"Q4_K": package.HALF_MOST, "Q5_K": package.HALF_Q5_MOST}
+LONGEST = {"Q4_K": choices.HALF_MOST, "Q5_K": choices.HALF_Q5_MOST}
 """Values of the longest rows by format."""
 FORMATS = tuple(LONGEST)
 
@@ -152,5 +151,5 @@ def test_which_products(monkeypatch, name):
     for rows, stays in ((8192, "false"), (65536, "true")):
         (one,) = product(format, Place(64), rows, area.places, 64)
         assert (one.kernel, one.grid, one.block[0]) == (f"half_rows<{name}, {stays}>", (1, rows // 64, 1), 256)
-    monkeypatch.setattr(package, "HALF_FROM", 99)
+    monkeypatch.setattr(choices, "HALF_FROM", 99)
     assert [kernel(rows, 4, name=name) for rows in (2560, 8192, 248320)] == ["split", "product", "huge"]

@@ -5,9 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from strata.gpu import gemv as module
 from strata.gpu.activations import Activations
-from strata.gpu.gemv import gemv, relayout
+from strata.gpu.gemv import choices, gemv, relayout
 from strata.gpu.launch import Launch, Source
 from strata.pack.formats import by_name
 from tests.block_data import MODES, random_activations, random_rows
@@ -21,8 +20,8 @@ Q4_K = by_name("Q4_K")
 
 @pytest.fixture(autouse=True)
 def all_lengths(monkeypatch):
-    monkeypatch.setattr(module, "HALF_SPLIT_FROM", 2)
-    monkeypatch.setattr(module, "HALF_SPLIT_VALUES", 0)
+    monkeypatch.setattr(choices, "HALF_SPLIT_FROM", 2)
+    monkeypatch.setattr(choices, "HALF_SPLIT_VALUES", 0)
 
 
 def of_turing(one: Launch) -> Launch:

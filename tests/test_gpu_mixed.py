@@ -5,9 +5,8 @@ import pytest
 
 from strata.base import arithmetic
 from strata.base.errors import BadArgument
-from strata.gpu import gemv as package
-from strata.gpu.gemv import relayout
-from strata.gpu.gemv.mixed import FEW_ROWS, HELD_BYTES, HELD_K, KINDS, Part, mixed
+from strata.gpu.gemv import choices, relayout
+from strata.gpu.gemv.mixed import HELD_K, HELD_SUM_BYTES, KINDS, Q6_MOST_ROWS, Part, mixed
 from strata.gpu.launch import Launch
 from strata.pack.formats import by_name
 from tests.block_data import random_activations, random_rows
@@ -84,7 +83,7 @@ def test_held_rows(T):
     launch = check([("BF16", 20), ("BF16", 6), ("IQ4_XS", 9), ("BF16", 64), ("Q4_K", 5)], T, HELD_K, reverse=T == 6)
     assert launch.grid[1] == 2 + 1 + 1 + 4 + 1
     launch = check([("BF16", 4), ("F16", 4), ("IQ4_XS", 5)], T, HELD_K)
-    assert launch.shared_bytes - launch.ring_bytes == HELD_BYTES
+    assert launch.shared_bytes - launch.ring_bytes == HELD_SUM_BYTES
 
 
 def test_tensor_cores_or_not(monkeypatch):
@@ -97,9 +96,9 @@ def test_tensor_cores_or_not(monkeypatch):
     assert check([("BF16", 6), ("Q3_K", 24)], 4, 768).shared_bytes == check([("Q3_K", 24)], 4, 5632).shared_bytes == 0
     assert check([("IQ4_XS", 24)], 4, 5376).shared_bytes == check([("Q5_K", 9)], 4, 4864).shared_bytes == 0
     assert check([("BF16", 6), ("Q6_K", 9)], 4, 768).shared_bytes == 0
-    assert check([("Q6_K", FEW_ROWS + 1), ("Q4_K", 8)], 4, 256).shared_bytes == 0
+    assert check([("Q6_K", Q6_MOST_ROWS + 1), ("Q4_K", 8)], 4, 256).shared_bytes == 0
     assert check([("BF16", 6), ("F32", 9)], 4, 768).shared_bytes == 0
-    monkeypatch.setattr(package, "HALF_FROM", 99)
+    monkeypatch.setattr(choices, "HALF_FROM", 99)
     assert check(shapes, 4, 768).shared_bytes == check([("IQ4_XS", 24)], 4, 768).shared_bytes == 0
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from strata.gpu import early_launch, mailbox
-from strata.gpu import gemv as package
-from strata.gpu.gemv import SHORT_ROWS, Entries, Place, product, relayout
+from strata.gpu.gemv import Entries, Place, choices, product, relayout
+from strata.gpu.gemv.sources import SHORT_VALUES
 from strata.pack.formats import by_name
 from strata.pack.lanes import gemv as exact
 from tests.block_data import MODES, random_activations, random_rows
@@ -28,7 +28,7 @@ class Down:
     """E down matrices of a format with a kernel for its short rows."""
 
     def __init__(self, name: str, mode: str = "plain"):
-        self.format, self.K = by_name(name), SHORT_ROWS[name]
+        self.format, self.K = by_name(name), SHORT_VALUES[name]
         self.raw = [random_rows(self.format, ROWS, self.K, mode, seed=e) for e in range(E)]
         relaid = [relayout(self.format, raw) for raw in self.raw]
         self.stride = -(-relaid[0].size // 256) * 256
@@ -54,15 +54,15 @@ class Down:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", sorted(SHORT_ROWS))
+@pytest.mark.parametrize("name", sorted(SHORT_VALUES))
 def test_same_bits(name, mode, monkeypatch):
     """Experts of one, two, three and four rows of a window, found by a table or by a stride, whatever a block takes."""
     down = Down(name, mode)
     for T in (1, 2, 4, 6):
         ids = draw(T, 3, E, T)
         x = random_activations(ids.size, down.K, mode, seed=T)
-        monkeypatch.setattr(package, "SHORT_PAIRS_OF_ONE", 3)
-        monkeypatch.setattr(package, "SHORT_PAIRS", (16, 5)[T // 2 % 2])
+        monkeypatch.setattr(choices, "SHORT_PAIRS_OF_ONE", 3)
+        monkeypatch.setattr(choices, "SHORT_PAIRS", (16, 5)[T // 2 % 2])
         y = room(ids.size, ROWS)
         _area, launches = down.launches(x, ids, y, by_table=T == 2, experts=E)
         assert [one.kernel.partition("<")[0] for one in launches] == ["short_rows"]
@@ -108,7 +108,7 @@ def test_guesses_by_a_table(kernel, seen, monkeypatch):
     there are."""
     down, ids = Down("IQ4_NL"), before_a_gap(np.array([[3, 0, 2]], np.int32))
     if kernel == "product":
-        monkeypatch.setattr(package, "SHORT_COLUMNS", 0)
+        monkeypatch.setattr(choices, "SHORT_COLUMNS", 0)
     x, jobs = random_activations(3, down.K, "plain", seed=1), np.array([3, 0, 1, 2], np.int32)
     for experts, by_jobs in ((E, False), (0, False), (E, True)):
         y = room(3, ROWS)
@@ -173,7 +173,7 @@ def test_entries_that_do_not_count(T):
 @pytest.mark.parametrize("scaled", [False, True])
 def test_sums_over_experts(scaled, monkeypatch):
     """Tiles of other sizes than blocks have rows for, and the result of all experts."""
-    monkeypatch.setattr(package, "SHORT_PAIRS_OF_ONE", 3)
+    monkeypatch.setattr(choices, "SHORT_PAIRS_OF_ONE", 3)
     window = Window(Matrices("IQ4_NL", E, D=160, F=640, scaled=scaled), 3, seed=1)
     for reverse in (False, True):
         y, error = window.run(reverse)
@@ -188,6 +188,6 @@ def test_other_shapes_take_the_common_kernel(monkeypatch):
     area, (one,) = down.launches(x, ids, y)
     entries = Entries(address(ids), 3, 1)
     (odd,) = product(down.format, down.place(False), ROWS - 4, area.places, address(y), entries=entries)
-    monkeypatch.setattr(package, "SHORT_COLUMNS", 0)
+    monkeypatch.setattr(choices, "SHORT_COLUMNS", 0)
     _area, (off,) = down.launches(x, ids, y)
     assert [k.kernel.partition("<")[0] for k in (one, odd, off)] == ["short_rows", "product", "product"]

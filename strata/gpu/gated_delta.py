@@ -20,7 +20,7 @@ ROWS = 8
 SPLIT_HEAD, SPLIT_TAPS, SPLIT_THREADS = 128, 4, 384
 """Keys and values of a head, taps, and threads of a block of `gdn_split`: two blocks a head."""
 
-SPLIT_ROWS = 8
+SPLIT_WINDOW = 8
 """Rows of windows that `gdn_split` takes; it has room for eight."""
 
 SOURCE = Source(
@@ -136,7 +136,7 @@ def gdn_window(
     ends = (*places_of(tuple(quantised)), pointer(arrived), pointer(error), where)
     numbers = (f32(eps), np.float32(1) / np.sqrt(np.float32(dk)))
     pairs = Hv % 2 == 0 and arrived != 0
-    if T <= SPLIT_ROWS and pairs and (dk, dv, taps) == (SPLIT_HEAD, SPLIT_HEAD, SPLIT_TAPS):
+    if T <= SPLIT_WINDOW and pairs and (dk, dv, taps) == (SPLIT_HEAD, SPLIT_HEAD, SPLIT_TAPS):
         counts = map(i32, (T, Hk, Hv, channels))
         args = (*map(pointer, (*inputs, *rule)), *counts, *numbers, *ends)
         return [launch(SOURCE, "gdn_split", 2 * Hv, SPLIT_THREADS, *args, shared_bytes=_split_bytes(T))]

@@ -15,7 +15,7 @@
 #define SPLIT_HEAD 128    // keys, and values, of a head
 #define SPLIT_COLUMNS 64  // of a block
 #define SPLIT_TAPS 4
-#define SPLIT_ROWS 8      // at most
+#define SPLIT_WINDOW 8    // most rows
 #define SPLIT_LANE (SPLIT_HEAD / 4 + 8)
 #define SPLIT_RULE 4      // warps that hold the state
 #define SPLIT_INPUTS 8    // warps that make q and k, and each a row of the end
@@ -31,8 +31,8 @@ struct SplitGate {
 };
 
 struct SplitShared {
-    SplitGate gates[2][SPLIT_ROWS];  // of two heads
-    SplitRow rows[SPLIT_ROWS];       // as many as the window has
+    SplitGate gates[2][SPLIT_WINDOW];  // of two heads
+    SplitRow rows[SPLIT_WINDOW];       // as many as the window has
 };
 
 DEVICE int split_place(int i) { return in_lanes<SPLIT_LANE - 4>(i); }
@@ -62,11 +62,11 @@ struct SplitChannel {
     // Into place `at` of side `key` of every row, and into conv if it is to be `kept`.
     DEVICE void convolve(const float *qkv, float *conv, SplitRow *rows, int key, int at, bool kept, int T, int c, int channels,
                          u64 *error, u64 where) const {
-        float x[SPLIT_TAPS - 1 + SPLIT_ROWS];
+        float x[SPLIT_TAPS - 1 + SPLIT_WINDOW];
 #pragma unroll
         for (int i = 0; i < SPLIT_TAPS - 1; i++) x[i] = past[i];
 #pragma unroll
-        for (int row = 0; row < SPLIT_ROWS; row++) {
+        for (int row = 0; row < SPLIT_WINDOW; row++) {
             x[SPLIT_TAPS - 1 + row] = 0.f;
             if (row < T) x[SPLIT_TAPS - 1 + row] = qkv[(u32)(row * channels + c)];
         }
@@ -91,7 +91,7 @@ struct SplitChannel {
                 rows[row + 1].qk[key][at] = out[1];
             }
 #pragma unroll
-            for (int i = 0; i < SPLIT_TAPS - 3 + SPLIT_ROWS; i++) x[i] = x[i + 2];
+            for (int i = 0; i < SPLIT_TAPS - 3 + SPLIT_WINDOW; i++) x[i] = x[i + 2];
         }
     }
 };

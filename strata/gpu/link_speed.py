@@ -5,11 +5,11 @@ from __future__ import annotations
 from strata.base.errors import StrataError
 from strata.gpu.presence import import_cupy
 
-BLOCK_BYTES = 256 << 20
+COPY_BYTES = 256 << 20
 TURNS = 4
 
 
-def link_gbps(index: int = 0, n_bytes: int = BLOCK_BYTES) -> float:
+def link_gbps(index: int = 0, n_bytes: int = COPY_BYTES) -> float:
     """GB/s of large copies from pinned host memory to the device: the best of TURNS, after one to warm up.
 
     Takes n_bytes of either memory while it runs. StrataError where there is no CuPy, no such device or no memory.

@@ -28,7 +28,8 @@ from strata.gpu.relayout import relayout_bytes, restore
 from strata.gpu.upload import Uploader
 from strata.pack.experts import PARTS, ExpertLayout
 
-NOWHERE = -1
+ABSENT = -1
+"""No expert in a slot, no slot for an expert."""
 
 
 class ExpertSource(Protocol):
@@ -75,8 +76,8 @@ class ExpertSlots:
                     needed=f"slots for all {E} experts of all layers, or a quantised format",
                 )
         self.table = np.zeros((L, E, 3), np.uint64)
-        self.expert_of = [np.full(n, NOWHERE, np.int32) for n in self.counts]
-        self._slot_of = np.full((L, E), NOWHERE, np.int32)
+        self.expert_of = [np.full(n, ABSENT, np.int32) for n in self.counts]
+        self._slot_of = np.full((L, E), ABSENT, np.int32)
         self._areas = [MADE_UP] * L
         self._ends = list(self.counts)
         """Slots in front of the tail."""
@@ -175,7 +176,7 @@ class ExpertSlots:
 
     def free_slots(self, layer: int) -> list[int]:
         """Slots that hold nothing and await nothing."""
-        return np.flatnonzero(self.expert_of[layer] == NOWHERE).tolist()
+        return np.flatnonzero(self.expert_of[layer] == ABSENT).tolist()
 
     @property
     def coming(self) -> list[tuple[int, int]]:
@@ -190,9 +191,9 @@ class ExpertSlots:
         Copies leave together, with the next `landed` or `publish` at the latest.
         """
         self._need_swaps(layer)
-        need(0 <= slot < self.counts[layer] and self.expert_of[layer][slot] == NOWHERE,
+        need(0 <= slot < self.counts[layer] and self.expert_of[layer][slot] == ABSENT,
              f"a slot of layer {layer} to fill", found=slot, needed="one that is free")  # fmt: skip
-        need(0 <= expert < self.experts.E and self.slot_of(layer, expert) == NOWHERE,
+        need(0 <= expert < self.experts.E and self.slot_of(layer, expert) == ABSENT,
              f"an expert of layer {layer} to place", found=expert, needed="one that is not there")  # fmt: skip
         self._queue(layer, expert, slot)
         self.expert_of[layer][slot], self._slot_of[layer, expert] = expert, slot
@@ -204,7 +205,7 @@ class ExpertSlots:
         need(bool(self.table[layer, expert, 0]), f"an expert of layer {layer} to evict", found=expert,
              needed="one that is on the device")  # fmt: skip
         slot = self.slot_of(layer, expert)
-        self.expert_of[layer][slot] = self._slot_of[layer, expert] = NOWHERE
+        self.expert_of[layer][slot] = self._slot_of[layer, expert] = ABSENT
         self._write(layer, expert, [0, 0, 0])
         return slot
 
@@ -212,13 +213,13 @@ class ExpertSlots:
         """Bring an expert that is on the device to a free slot of its layer, behind what the main stream was given;
         its old slot is free. Publish before the next window."""
         self._need_swaps(layer)
-        need(0 <= slot < self.counts[layer] and self.expert_of[layer][slot] == NOWHERE,
+        need(0 <= slot < self.counts[layer] and self.expert_of[layer][slot] == ABSENT,
              f"a slot of layer {layer} to move to", found=slot, needed="one that is free")  # fmt: skip
         need(bool(self.table[layer, expert, 0]), f"an expert of layer {layer} to move", found=expert,
              needed="one that is on the device")  # fmt: skip
         old = self.slot_of(layer, expert)
         self._device.copy_in(self.address(layer, slot, 0), self.address(layer, old, 0), self._slot_bytes[layer])
-        self.expert_of[layer][old] = NOWHERE
+        self.expert_of[layer][old] = ABSENT
         self._enter(layer, expert, slot)
 
     def close(self) -> None:
@@ -352,8 +353,8 @@ class ExpertSlots:
 
     def _check(self, layer: int) -> None:
         """Compare slot 0 of a layer with what it was uploaded from."""
-        expert = int(self.expert_of[layer][0]) if self.counts[layer] else NOWHERE
-        if expert == NOWHERE or not self.table[layer, expert, 0]:
+        expert = int(self.expert_of[layer][0]) if self.counts[layer] else ABSENT
+        if expert == ABSENT or not self.table[layer, expert, 0]:
             return
         for part, found in enumerate(self.read_back(layer, 0)):
             wanted = self._source.raw(layer, expert, part)

@@ -17,8 +17,9 @@ import numpy as np
 from strata import gpu_speed
 from strata.base.errors import BadArgument
 from strata.base.geometry import WINDOW_ROWS
-from strata.gpu import early_launch, experts_op, float_gemv, gemv, hc_ops, ops, qsa_append, route
+from strata.gpu import early_launch, experts_op, float_gemv, hc_ops, ops, qsa_append, route
 from strata.gpu.backend import GpuBackend
+from strata.gpu.gemv import choices as products
 from strata.gpu_speed import Effort, replayed, window_us
 
 PLACES = {
@@ -28,20 +29,20 @@ PLACES = {
     "tiles": (float_gemv, "TILED_FROM"),
     "mixed": (ops, "MIXED_ROWS"),
     "early": (early_launch, "START_EARLY"),
-    "shared out": (gemv, "HALF_SPLIT_FROM"),
+    "shared out": (products, "HALF_SPLIT_FROM"),
     "scores": (qsa_append, "SCORED_ROWS"),
-    "rings": (gemv, "RING_ROWS"),
+    "rings": (products, "RING_ROWS"),
     "combine": (experts_op, "COMBINED_ROWS"),
     "router": (route, "ROUTED_ROWS"),
     "ahead": (ops, "NGRAM_AHEAD"),
-    "whole rows": (gemv, "AHEAD_FROM"),
+    "whole rows": (products, "AHEAD_FROM"),
     "held": (float_gemv, "HELD_FROM"),
     "held logits": (float_gemv, "HELD_FEW_FROM"),
-    "alone": (gemv, "ALONE_ROWS"),
-    "short": (gemv, "SHORT_COLUMNS"),
-    "pairs of one": (gemv, "SHORT_PAIRS_OF_ONE"),
-    "pairs": (gemv, "SHORT_PAIRS"),
-    "half": (gemv, "HALF_FROM"),
+    "alone": (products, "ALONE_ROWS"),
+    "short": (products, "SHORT_COLUMNS"),
+    "pairs of one": (products, "SHORT_PAIRS_OF_ONE"),
+    "pairs": (products, "SHORT_PAIRS"),
+    "half": (products, "HALF_FROM"),
 }
 """Constants of the lowering that choices set."""
 CHOICES: dict[str, dict[str, Any]] = {

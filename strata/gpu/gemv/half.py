@@ -8,10 +8,11 @@ from strata.gpu.activations import Activations
 from strata.gpu.launch import Launch, Source, i32, i64, launch, pointer
 from strata.pack.formats import BlockFormat
 
-STAGE_BYTES = {"Q4_K": 1280, "Q5_K": 1536}
+HALF_STAGE_BYTES = {"Q4_K": 1280, "Q5_K": 1536}
 """Of a chunk that is on its way to a warp, by format (half_ring.cuh)."""
 SOURCE = Source(
-    "gemv/half_rows.cu", tuple(f"half_rows<{name}, {stays}>" for name in STAGE_BYTES for stays in ("false", "true"))
+    "gemv/half_rows.cu",
+    tuple(f"half_rows<{name}, {stays}>" for name in HALF_STAGE_BYTES for stays in ("false", "true")),
 )
 STAYING, STAYING_ROWS = 2, 65536
 """Blocks that have room on a processor: so many take all tiles of a matrix with that many rows and more. Code for one
@@ -27,7 +28,7 @@ def half_bytes(K: int) -> int:
 
 def with_rings(one: Launch, format: str = "Q4_K") -> Launch:
     """A launch whose warps have rings (half_ring.cuh) behind its shared memory: four stages, two on Turing."""
-    stages = STAGE_BYTES[format] * one.block[0] // 32
+    stages = HALF_STAGE_BYTES[format] * one.block[0] // 32
     return replace(one, shared_bytes=one.shared_bytes + 4 * stages, ring_bytes=2 * stages)
 
 

@@ -8,9 +8,9 @@ from strata.gpu.activations import Activations
 from strata.gpu.gemv.half import COLUMNS
 from strata.gpu.launch import Launch, Source, i32, i64, launch, pointer
 
-CHUNKS, CHUNKS_OF_TURING = 8, 4
+ROUND_CHUNKS, ROUND_CHUNKS_OF_TURING = 8, 4
 """Chunks of a round, and where there are 64 KiB of shared memory."""
-SOURCE = Source("gemv/half_split.cu", (f"half_split<{CHUNKS}>",))
+SOURCE = Source("gemv/half_split.cu", (f"half_split<{ROUND_CHUNKS}>",))
 ROWS, WARPS = 20, 20
 """Rows and warps of a block."""
 CHUNK_BYTES = 7040 + 2 * 2192
@@ -22,5 +22,5 @@ def half_split(weights: int, rows: int, x: Activations, y: int, y_stride: int) -
     grid = (-(-x.T // COLUMNS), -(-rows // ROWS))
     args = (pointer(weights), i32(x.T), pointer(x.codes), pointer(x.scales), pointer(x.sums), pointer(y), i64(y_stride),
             i32(rows), i32(x.K))  # fmt: skip
-    one = launch(SOURCE, SOURCE.instances[0], grid, 32 * WARPS, *args, shared_bytes=CHUNKS * CHUNK_BYTES)
-    return replace(one, ring_bytes=(CHUNKS - CHUNKS_OF_TURING) * CHUNK_BYTES)
+    one = launch(SOURCE, SOURCE.instances[0], grid, 32 * WARPS, *args, shared_bytes=ROUND_CHUNKS * CHUNK_BYTES)
+    return replace(one, ring_bytes=(ROUND_CHUNKS - ROUND_CHUNKS_OF_TURING) * CHUNK_BYTES)

@@ -138,7 +138,7 @@ DEVICE void finish_hidden(float a, float b, bool mine, int row, int column, cons
     quantise_hidden(entry_at, n, expert, width, tile, h, columns);
 }
 
-// Whether a lone column of K values is brought near (gemv/__init__.py has the same).
+// Whether a lone column of K values is brought near (gemv/choices.py has the same).
 DEVICE bool brings_column(int K) { return K % 64 == 0 && K + K / 4 + K / 8 <= 16 << 10; }
 
 // Tile `tile` of the rows. put(entry, row, output): where outputs go that no gate and up take.

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from strata.base.errors import need
-from strata.gpu import gemv as choices
 from strata.gpu.activations import Activations
-from strata.gpu.gemv import BLOCKS_WANTED, COLUMNS, MOST_COLUMNS, brings_column, column_bytes, goes_half
-from strata.gpu.gemv.half import STAGE_BYTES, WARPS, half_bytes
+from strata.gpu.gemv import choices
+from strata.gpu.gemv.choices import brings_column, column_bytes, goes_half
+from strata.gpu.gemv.half import HALF_STAGE_BYTES, WARPS, half_bytes
+from strata.gpu.gemv.sources import COLUMNS
 from strata.gpu.launch import Launch, Source, i32, launch, pointer
 from strata.pack.formats import BlockFormat
 
@@ -28,9 +29,9 @@ BYTE_MOST, BYTE_MULTIPLE = 5120, {"Q3_K": 512, "IQ4_XS": 256}
 HALF_LISTS_FROM = 2
 """Fewest columns of a list on tensor cores, in float16 or int8. Two take 11.2 us and not 12.3 (IQ4_XS), 10.7 and not
 12.5 (an attention layer's), or the same (Q3_K with Q4_K)."""
-FEW_ROWS = 1024
+Q6_MOST_ROWS = 1024
 """A matrix of Q6_K, which has no products on tensor cores, with more rows than that keeps its list from them."""
-HELD_K, HELD_ROWS, HELD_BYTES = 2560, 4, 32 << 10
+HELD_K, HELD_ROWS, HELD_SUM_BYTES = 2560, 4, 32 << 10
 """Beside matrices on tensor cores: values of a row of BF16 that blocks hold in registers (held_rows.cuh), what the
 number of rows is a multiple of then, and a block's shared memory for their sums."""
 UNIT_ROWS, FLOAT_UNIT_ROWS = 8, 2
@@ -61,8 +62,8 @@ def mixed(x: int, T: int, K: int, quantised: dict[int, Activations], parts: list
     """
     need(1 <= len(parts) <= MOST_MATRICES and all(p.format.name in KINDS for p in parts), "a list of matrices",
          found=[p.format.name for p in parts], needed=f"up to {MOST_MATRICES} in " + ", ".join(KINDS))  # fmt: skip
-    need(0 < T <= MOST_COLUMNS and K % 8 == 0 and x % 16 == 0, "rows of a product", found=(T, K, x % 16),
-         needed=f"up to {MOST_COLUMNS} of K values in eights, 16-byte aligned")  # fmt: skip
+    need(0 < T <= choices.MOST_COLUMNS and K % 8 == 0 and x % 16 == 0, "rows of a product", found=(T, K, x % 16),
+         needed=f"up to {choices.MOST_COLUMNS} of K values in eights, 16-byte aligned")  # fmt: skip
     for p in parts:
         group = p.format.group
         need(p.rows > 0 and p.address % 16 == 0 and K % p.format.block_values == 0, f"a matrix in {p.format.name}",
@@ -87,7 +88,8 @@ def mixed(x: int, T: int, K: int, quantised: dict[int, Activations], parts: list
     own_bytes = column_bytes(K, 32)  # of each warp
     M = COLUMNS[0] if T == 1 and brings_column(K) else COLUMNS[-1]
     units, warps = sum(p.units() for p in parts), 8
-    while warps > 1 and (-(-units // warps) < BLOCKS_WANTED or (M == 1 and warps * own_bytes > MOST_BLOCK_BYTES)):
+    wanted = choices.BLOCKS_WANTED
+    while warps > 1 and (-(-units // warps) < wanted or (M == 1 and warps * own_bytes > MOST_BLOCK_BYTES)):
         warps //= 2
     grid = (-(-T // M), -(-units // warps))
     return [launch(SOURCE, f"mixed<{M}>", grid, 32 * warps, pointer(x), i32(T), i32(K), i32(own_bytes), *places, *words,
@@ -96,10 +98,10 @@ def mixed(x: int, T: int, K: int, quantised: dict[int, Activations], parts: list
 
 def _goes_half(parts: list[Part], T: int, K: int) -> bool:
     """Whether T columns meet a list on tensor cores: all of its quantised matrices, but for small ones in Q6_K."""
-    if T < HALF_LISTS_FROM or choices.HALF_FROM > MOST_COLUMNS:
+    if T < HALF_LISTS_FROM or choices.HALF_FROM > choices.MOST_COLUMNS:
         return False
-    large = [p.format for p in parts if p.format.group and (p.format.name != "Q6_K" or p.rows > FEW_ROWS)]
-    return bool(large) and all(goes_half(f, MOST_COLUMNS, K) or _goes_by_bytes(f, K) for f in large)
+    large = [p.format for p in parts if p.format.group and (p.format.name != "Q6_K" or p.rows > Q6_MOST_ROWS)]
+    return bool(large) and all(goes_half(f, choices.MOST_COLUMNS, K) or _goes_by_bytes(f, K) for f in large)
 
 
 def _goes_by_bytes(format: BlockFormat, K: int) -> bool:
@@ -116,6 +118,6 @@ def _half_room(parts: list[Part], K: int, stages: int) -> int:
     """Shared memory of a block, with rings of so many stages."""
     formats = {p.format.name for p in parts}
     rooms = [byte_bytes(K) + WARPS * stages * n for name, n in BYTE_STAGES.items() if name in formats]
-    rooms += [half_bytes(K) + WARPS * stages * n for name, n in STAGE_BYTES.items() if name in formats]
+    rooms += [half_bytes(K) + WARPS * stages * n for name, n in HALF_STAGE_BYTES.items() if name in formats]
     held = K == HELD_K and any(p.format.name == "BF16" and p.rows % HELD_ROWS == 0 for p in parts)
-    return max(rooms + [HELD_BYTES] * held)
+    return max(rooms + [HELD_SUM_BYTES] * held)

@@ -15,13 +15,14 @@ import numpy as np
 from strata.base import arithmetic
 from strata.base.errors import StrataError
 from strata.cli.bench.gpu_kernels.timer import WHERE, Timer
-from strata.gpu import gemv as choices
 from strata.gpu.activations import Activations
 from strata.gpu.experts_ends import swiglu
-from strata.gpu.gemv import SPLIT, Entries, Hidden, Place, brings_column, gemv, product, relayout, relayout_bytes
+from strata.gpu.gemv import Entries, Hidden, Place, choices, gemv, product, relayout, relayout_bytes
 from strata.gpu.gemv.ahead import AHEAD
+from strata.gpu.gemv.choices import brings_column
 from strata.gpu.gemv.huge import HUGE, HUGE_ROWS
 from strata.gpu.gemv.mixed import Part, mixed
+from strata.gpu.gemv.sources import SPLIT
 from strata.gpu.launch import Source, i32, launch, pointer
 from strata.gpu.relayout_kernel import bit_map, relayout_launches
 from strata.pack.formats import FORMATS, BlockFormat, by_name
