@@ -24,12 +24,13 @@ from strata.base.state import State
 from strata.base.window import HeadRequest
 from strata.cpu.backend import CpuBackend
 from strata.gpu.backend import GpuBackend
-from strata.gpu.device import Device, required_device
+from strata.gpu.device import Device
 from strata.gpu.state import DeviceState
 from strata.options import token_ids
 from strata.pack.experts import expert_layout
 from strata.pack.gguf_file import GgufFile
 from strata.pack.tensors import Tensors
+from strata.required_device import required_device
 from strata.runtime.compile_ahead import second_process
 from strata.text.tokenizer import Tokenizer
 

@@ -24,7 +24,7 @@ from strata.base.geometry import CELL_ROWS
 from strata.base.program import Op
 from strata.gpu.backend import GpuBackend
 from strata.gpu.chunk_lower import ChunkLowering
-from strata.gpu.device import COPY_STREAMS, Device, required_device
+from strata.gpu.device import COPY_STREAMS, Device
 from strata.gpu.expert_store import ExpertStore
 from strata.gpu.expert_stream import COPY, ExpertStream
 from strata.gpu.gemm.rate import BLOCK_OPERATIONS, tensor_rate
@@ -37,6 +37,7 @@ from strata.gpu.state import DeviceState
 from strata.pack.experts import expert_layout
 from strata.pack.gguf_file import GgufFile
 from strata.pack.tensors import Tensors
+from strata.required_device import required_device
 
 PLACES = ("resident", "ram", "pageable")
 """Where all experts are: in the device's memory, in pinned memory of the host, or in memory that is not pinned."""

@@ -25,7 +25,7 @@ from strata.base.errors import need
 from strata.base.geometry import CELL_ROWS, WINDOW_ROWS
 from strata.base.program import Op, Program
 from strata.gpu.backend import GpuBackend
-from strata.gpu.device import Device, required_device
+from strata.gpu.device import Device
 from strata.gpu.launch import Launch
 from strata.gpu.lower import Lowering
 from strata.gpu.ops import LOWERING, linear, router
@@ -34,6 +34,7 @@ from strata.gpu.speed import copy_blocks, replay_logits
 from strata.pack.experts import expert_layout
 from strata.pack.gguf_file import GgufFile
 from strata.pack.tensors import Tensors
+from strata.required_device import required_device
 
 ROWS = (1, 2, 4, 8)
 TOKENS = (17, 4, 99, 256, 31, 500, 7, 12)

@@ -11,16 +11,17 @@ import tempfile
 from pathlib import Path
 from typing import Any, Self
 
-from strata.base.errors import BadArgument, StrataError
+from strata.base.errors import StrataError
+from strata.base.install import LLAMA, pip_install
 
 
 def xllamacpp() -> Any:
-    """The package; BadArgument where it is not installed."""
+    """The package; StrataError where it is not installed."""
     try:
         return importlib.import_module("xllamacpp")
     except ImportError as error:
-        raise BadArgument("llama.cpp is not there", found=str(error), needed="the package xllamacpp",
-                          advice='Install it: pip install "strata[bench]".') from error  # fmt: skip
+        raise StrataError("llama.cpp is not there", found=str(error), needed="the package xllamacpp",
+                          advice=f"Install it: {pip_install(LLAMA)}.") from error  # fmt: skip
 
 
 class LlamaServer:

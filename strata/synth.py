@@ -24,7 +24,7 @@ from strata.arch.flash_next.contract import MATRIX, VECTOR, required_tensors
 from strata.base.errors import BadArgument, DoesNotFit, FileError, need
 from strata.base.geometry import Geometry, NgramGeometry
 from strata.cpu.cores import core_facts, usable_cores
-from strata.pack.formats import by_name
+from strata.pack.formats import FORMATS, by_name
 from strata.pack.gguf_write import FileLayout, NewTensor, file_layout
 from strata.pack.random_blocks import random_rows
 from strata.planner.machine import Machine
@@ -35,8 +35,8 @@ MULTIPLIERS = (23703573157769, 20109073645365, 8052911324071)
 """Of the n-gram hash."""
 
 MOST_LAYERS, MOST_SEED = 1024, (1 << 64) - 1
-ROUTED = 10
-"""Experts of a row."""
+ROUTED, MOST_EXPERTS = 10, 4096
+"""Experts of a row, and the most of a layer."""
 
 EMBEDDING_STD = 8.0
 ROUTER_GAIN = 4.0
@@ -86,12 +86,13 @@ class SynthSpec:
     def __post_init__(self) -> None:
         need(1 <= self.layers <= MOST_LAYERS, "layers is out of range", found=self.layers, needed=f"1 to {MOST_LAYERS}")
         need(0 <= self.seed <= MOST_SEED, "seed is out of range", found=self.seed, needed=f"0 to {MOST_SEED}")
-        need(ROUTED <= self.experts <= 4096, "experts is out of range", found=self.experts, needed=f"{ROUTED} to 4096")
+        need(ROUTED <= self.experts <= MOST_EXPERTS, "number of experts is out of range", found=self.experts,
+             needed=f"{ROUTED} to {MOST_EXPERTS}")  # fmt: skip
         need(600 <= self.vocabulary <= 1 << 20, "vocabulary is out of range", found=self.vocabulary,
              needed="600 to 1048576")  # fmt: skip
         for kind, width in ((self.gate_up, 2560), (self.down, 640)):
-            by_name(kind).row_bytes(width)
             _need_products(kind)
+            by_name(kind).row_bytes(width)
         if self.dense:
             _need_products(self.dense)
 
@@ -114,8 +115,8 @@ class SynthSpec:
 
 
 def _need_products(kind: str) -> None:
-    need(by_name(kind).activation != "none", f"{kind} matrices have no products", found=kind,
-         needed="a type that products take")  # fmt: skip
+    good = [f.name for f in FORMATS.values() if f.activation != "none"]
+    need(kind in good, f"no matrix can be of type {kind!r}", found=repr(kind), needed="one of " + ", ".join(good))
 
 
 # ---- geometry and keys

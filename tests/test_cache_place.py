@@ -14,6 +14,7 @@ from strata.base import compiled
 from strata.base.errors import FileError
 from strata.base.progress import COMPILING, UPLOADING, LoadProgress
 from strata.cli import FAILED, app, output
+from strata.gpu import compile as gpu_compile
 from strata.planner import remembered
 
 SOURCE = """
@@ -164,3 +165,12 @@ def test_a_command_tells_a_pipe_of_compiling(tiny_path, monkeypatch):
     done = CliRunner().invoke(app, ["run", "ab", "-n", "1", "--model", str(tiny_path), "--threads", "1"])
     told = f"strata: loading {tiny_path.name}: compiling kernels, which are kept for the next time"
     assert done.exit_code == 0 and done.stderr.splitlines()[0] == told
+
+
+def test_kernels_of_a_gpu_that_are_not_kept_are_told_once_a_process(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    gpu_compile._say_not_kept.cache_clear()
+    for name in ("a", "b"):
+        gpu_compile._write(tmp_path / "file" / name, gpu_compile.Binary(b"", {}, ""))
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith("strata: kernels are not kept on disk in ") and "STRATA_CACHE" in told

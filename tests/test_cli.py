@@ -281,7 +281,7 @@ def test_chat_in_a_pipe_ends_at_an_error_and_at_the_end_of_input(small):
     assert done.stderr.startswith("strata chat: ")
     done = call("chat", *small, stdin="/help\n/dance\n/quit\nnever\n")
     assert (done.exit_code, done.stdout) == (0, "")
-    assert "no command /dance" in done.stderr and done.stderr.count("/exit or Ctrl-D leaves") == 2
+    assert "no command /dance" in done.stderr and done.stderr.count("/exit, /quit or Ctrl-D leaves") == 2
 
 
 # ---- score

@@ -7,16 +7,19 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from strata.base import install
 from strata.base.errors import BadArgument, FileError, NoDevice
 from strata.cli import FAILED, INTERRUPTED, USAGE, app, verbs
-from strata.gpu import device, presence
+from strata.gpu import presence
 from strata.planner.machine import Machine
+from strata.required_device import required_device
 from tests.test_cli import ROOT, START_S, environment
 
 OF_A_GPU = {
@@ -72,8 +75,47 @@ def test_what_lacks_for_a_gpu_is_of_one_kind(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     problem = presence.cuda_problem(0, (9, 0))
     assert isinstance(problem, NoDevice) and "CuPy" in problem.needed and "pip install" in problem.advice
+    here = Machine.here
+    card = Machine.describe(gpu="RTX 4090").gpus
+    monkeypatch.setattr(Machine, "here", classmethod(lambda cls, *a, **k: replace(here(*a, **k), gpus=card)))
     with pytest.raises(NoDevice, match="a test needs a GPU: the GPU backend needs CuPy"):
-        device.required_device("a test")
+        required_device("a test")
+
+
+@pytest.mark.parametrize("words", [("bench", "gpu"), ("bench", "gpu-kernels", "nodes"), ("bench", "experts"),
+                                   ("bench", "prefill", "--made", "Q4_K/IQ4_NL"),
+                                   ("run", "def", "--device", "cuda:0", "--check"),
+                                   ("run", "def", "--device", "cuda:0")])  # fmt: skip
+def test_without_a_driver_all_say_so_and_none_advises_cupy(no_gpu, monkeypatch, words):
+    here, why = Machine.here, "no NVIDIA driver library found"
+    monkeypatch.setattr(Machine, "here", classmethod(lambda cls, *a, **k: replace(here(*a, **k), gpu_problem=why)))
+    done = CliRunner().invoke(app, words)
+    told = "found GPUs: 0; needed "
+    assert done.exit_code == FAILED and told in done.stderr and "pip" not in done.stderr, done.output
+    assert done.stderr.endswith("No NVIDIA driver library found: `strata doctor` shows devices and driver.\n")
+
+
+def test_advice_names_the_packages_of_the_extras():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert {name: extras[name] for name in install.CUPY} == {name: [p] for name, p in install.CUPY.items()}
+    assert extras["bench"] == [install.LLAMA]
+    assert "pip install 'cupy-cuda12x[ctk]>=14,<15' or " in install.INSTALL_CUPY
+
+
+def test_a_missing_llama_is_a_failure_and_not_wrong_usage(tiny_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "xllamacpp", None)
+    done = CliRunner().invoke(app, ["bench", "versus", "--model", str(tiny_path)])
+    assert done.exit_code == FAILED and "pip install 'xllamacpp==" in done.stderr
+
+
+@pytest.mark.parametrize(("words", "told", "other"), [
+    (("--card", "nonsense"), "H200. Its bandwidth estimates", "vram"),
+    (("--n-experts", "0"), "--n-experts is out of range", "experts is out of range; found '"),
+    (("--dense", "nonsense"), "needed one of F32, ", "I8"),
+])  # fmt: skip
+def test_advice_of_bench_gpu_fits_it(words, told, other):
+    done = CliRunner().invoke(app, ["bench", "gpu", *words])
+    assert done.exit_code == USAGE and told in done.stderr and other not in done.stderr, done.output
 
 
 def test_the_statuses_are_written_down():

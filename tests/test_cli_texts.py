@@ -119,3 +119,9 @@ def test_a_typed_text_of_another_encoding(monkeypatch):
 def test_a_library_that_is_not_there_is_no_wrong_usage(tmp_path):
     done = call("bench", "cpu-kernels", "--ggml", tmp_path / "none.so", "--types", "Q4_0", "--rows", "1")
     assert done.exit_code == FAILED and "none.so" in done.stderr and "; needed a shared object" in done.stderr
+
+
+def test_an_answer_that_reasoning_left_no_tokens_is_told(tiny_path):
+    words = [w for w in CHAT if w != "--no-think"]
+    done = CliRunner().invoke(app, [*words, "--think", "--model", str(tiny_path)], input="hello\n")
+    assert done.exit_code == 0 and "no answer: reasoning took all tokens; --max-tokens" in done.stderr, done.output

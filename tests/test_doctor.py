@@ -52,3 +52,14 @@ def test_what_a_probe_refuses_is_a_plain_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(health.probes, "huge_pages", break_down)
     assert health.examine(tmp_path).problems == ["machine: the file is odd; found 1; needed 2",
                                                  "huge pages: ZeroDivisionError: by zero"]  # fmt: skip
+
+
+def test_doctor_lists_a_kernel_cache_that_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("numba.config.CACHE_DIR", "")
+    monkeypatch.setenv("STRATA_CACHE", str(tmp_path / "new"))
+    assert health._cache_advice() == [] and list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("STRATA_CACHE", str(tmp_path / "file"))
+    report = health.examine(tmp_path)
+    found = [a for a in report.advice if a.what == "every start"]
+    assert found and all("is no folder" in a.why and "STRATA_CACHE" in a.do for a in found)

@@ -271,16 +271,16 @@ def test_the_verb_replaces_only_when_forced_and_only_an_rt_folder(mtp_path, tmp_
     (out / "draft_vocab.bin").write_bytes(bytes(4))
     before = {p.name: p.read_bytes() for p in out.iterdir()}
     done = run(mtp_path, out)
-    assert done.exit_code == 2 and "Use --force" in done.stderr
+    assert done.exit_code == 1 and "Use --force" in done.stderr
     assert {p.name: p.read_bytes() for p in out.iterdir()} == before
     assert run(mtp_path, out, "--force").exit_code == 0
     assert sorted(p.name for p in out.iterdir()) == ["dense.bin", "dense.txt", "draft_vocab.bin", "experts.bin"]
     assert (out / "draft_vocab.bin").read_bytes() == bytes(4)
     (out / "mine.txt").write_text("keep me")
     done = run(mtp_path, out, "--force")
-    assert done.exit_code == 2 and "mine.txt" in done.stderr and (out / "mine.txt").exists()
+    assert done.exit_code == 1 and "mine.txt" in done.stderr and (out / "mine.txt").exists()
     (tmp_path / "file").write_text("x")
-    assert run(mtp_path, tmp_path / "file", "--force").exit_code == 2 and (tmp_path / "file").read_text() == "x"
+    assert run(mtp_path, tmp_path / "file", "--force").exit_code == 1 and (tmp_path / "file").read_text() == "x"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "rt"]
 
 

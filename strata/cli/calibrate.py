@@ -29,7 +29,8 @@ def command(
     """Measure experts, memory and link, try the settings they suggest, and remember what is faster: by 3 % or more, and
     by more than the turns of the comparison differ.
 
-    What is remembered holds for this machine and this file. Without a GPU, fewer CPU threads are tried.
+    What is remembered holds for this machine and this file. Loads take the share of the link from
+    there. Without a GPU, fewer CPU threads are tried; loads take their number only where --threads gives it.
     """
     for name, value, least in (("--windows", windows, 1), ("--turns", turns, LEAST_TURNS)):
         need(value >= least, f"{name} is too small", found=value, needed=f">= {least}")
@@ -77,7 +78,14 @@ def _text(r: dict[str, Any], settings: Settings) -> list[str]:
         lines.append(f"nothing is kept: no setting was faster by {100 * LEAST_GAIN:g} % and by more than its turns "
                      "differ")  # fmt: skip
     lines.append(f"settings    {_name(vars(settings))}")
-    return [*lines, f"remembered  {r['remembered_in']}"]
+    if settings.pcie_num is not None:
+        lines.append(f"kept in     {r['remembered_in']}, from where loads take the share of the link")
+    if settings.threads is not None:
+        lines.append(f"kept in     {r['remembered_in']}; loads take the number of threads only where it is given, as "
+                     f"--threads {settings.threads}")  # fmt: skip
+    if settings.pcie_num is None and settings.threads is None:
+        lines.append(f"measured    is written to {r['remembered_in']}; loads choose as they did without it")
+    return lines
 
 
 def _name(settings: dict[str, int | None]) -> str:

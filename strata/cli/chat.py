@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from strata.model import Model
     from strata.records import ChatResult
 
-HELP = "/exit or Ctrl-D leaves, /reset forgets the conversation, /think switches thinking, /help says this."
+HELP = "/exit, /quit or Ctrl-D leaves, /reset forgets the conversation, /think switches thinking, /help says this."
 LEAVE = ("/exit", "/quit")
 
 
@@ -110,6 +110,8 @@ class Conversation:
         write("\n")
         result: ChatResult = stream.result
         self.messages = [*messages, result.message]
+        if not result.text.strip() and result.reasoning and result.finish_reason == "length":
+            self._tell("no answer: reasoning took all tokens; --max-tokens allows more, and /think switches it off")
         note(summary(result))
         return interrupt.hit
 

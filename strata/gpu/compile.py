@@ -27,6 +27,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from strata.base.errors import StrataError
+from strata.base.install import INSTALL_CUPY
 from strata.gpu.launch import FOLDER, Source, all_sources
 
 ARCHS = (75, 80, 86, 89, 90, 120)
@@ -100,7 +101,7 @@ def _nvrtc():
             "CUDA kernels cannot be compiled here",
             found=f"{type(error).__name__}: {error}",
             needed="CuPy and NVRTC",
-            advice="pip install 'strata[cuda12]' or 'strata[cuda13]', after the CUDA version of the driver.",
+            advice=INSTALL_CUPY,
         ) from error
     return nvrtc
 
@@ -179,7 +180,14 @@ def _write(place: Path, binary: Binary) -> None:
             part.write_bytes(data)
             os.replace(part, place.with_suffix(suffix))
     except OSError as error:
-        print(f"strata: kernels are not kept on disk: {error}", file=sys.stderr)
+        _say_not_kept(str(place.parent), error.strerror or str(error))
+
+
+@cache
+def _say_not_kept(folder: str, why: str) -> None:
+    """Once a process, however many sources there are."""
+    advice = "set STRATA_CACHE to a folder with room"
+    print(f"strata: kernels are not kept on disk in {folder}: {why}; {advice}", file=sys.stderr)
 
 
 _ENTRY = re.compile(r"Compiling entry function '([^']+)'(.*?)(?=Compiling entry function|\Z)", re.DOTALL)

@@ -381,16 +381,3 @@ class CupyDevice:
             self._kept.clear()
             self._capture.close()
             self.taken_bytes = 0
-
-
-def required_device(what: str, index: int = 0) -> CupyDevice:
-    """A CUDA device; NoDevice saying that `what` needs one, and how to get what is missing."""
-    try:
-        return CupyDevice(index)
-    except StrataError as error:
-        raise NoDevice(
-            f"{what} needs a GPU: {error.message}",
-            found=error.found,
-            needed="an NVIDIA GPU, its driver, CuPy and NVRTC",
-            advice=error.advice or "`strata doctor` shows devices and driver.",
-        ) from error

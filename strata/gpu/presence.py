@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from strata.base.errors import NoDevice, StrataError
+from strata.base.install import INSTALL_CUPY
 
 LEAST_CAPABILITY = (7, 5)
 
@@ -18,7 +19,7 @@ def import_cupy() -> Any:
             "the GPU backend needs CuPy",
             found=str(error),
             needed="CuPy for the CUDA version of the driver",
-            advice="pip install 'strata[cuda12]' or 'strata[cuda13]'.",
+            advice=INSTALL_CUPY,
         ) from error
     return cupy
 

@@ -89,16 +89,21 @@ def find_card(name: str, vram_bytes: int | None = None) -> Card | None:
     return min(near, key=lambda c: abs(c.vram_bytes - vram_bytes), default=None)
 
 
-def card_by_name(name: str) -> Card:
-    """The card of that name. Raises BadArgument naming the closest known ones."""
+OTHER_CARD = "For any other card give its memory: vram_gib, and vram_gbps and link_gbps where they are known."
+"""Advice for who describes a machine; options of `strata plan` have the same names."""
+
+
+def card_by_name(name: str, advice: str = OTHER_CARD) -> Card:
+    """The card of that name. Raises BadArgument naming all known ones, the closest of them, and the advice."""
     card = find_card(name)
     if card is None:
-        near = difflib.get_close_matches(name.lower(), [c.name.lower() for c in known_cards()], n=3, cutoff=0.3)
-        names = [c.name for c in known_cards() if c.name.lower() in near]
+        close = difflib.get_close_matches(name.lower(), [c.name.lower() for c in known_cards()], n=3, cutoff=0.3)
+        names = [c.name for c in known_cards() if c.name.lower() in close]
+        near = f"Closest: {', '.join(names)}. " if names else ""
         raise BadArgument(
             "unknown card",
             found=shown(name),
-            needed="one of " + ", ".join(names or [c.name for c in known_cards()][:6]) + ", ...",
-            advice="For any other card give its memory: --vram-gib 12 (and --vram-gbps, --link-gbps if you know them).",
+            needed="one of " + ", ".join(c.name for c in known_cards()),
+            advice=f"{near}{advice}",
         )
     return card

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.metadata
+import os
 import platform
 import stat
 import sys
@@ -13,8 +14,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from strata.base.compiled import VARIABLE as VARIABLE_OF_CACHE
+from strata.base.compiled import asked_folders
 from strata.base.errors import BadArgument, StrataError
+from strata.base.install import INSTALL_CUPY
+from strata.base.numbers import shown
 from strata.cpu.tiers import VARIABLE
+from strata.gpu.compile import cache_folder
 from strata.gpu.presence import LEAST_CAPABILITY
 from strata.planner import probes
 from strata.planner.machine import TIERS, Machine, cpu_tier, kernel_tier
@@ -131,6 +137,7 @@ def examine(path: str | Path | None = None) -> Report:
         _machine_facts(report, machine, compiler)
         if refused:
             report.facts["CPU"]["kernel tier"] = f"none, as {VARIABLE} asks"
+    probe("kernel caches", lambda: report.advice.extend(_cache_advice()))
     lock = probe("memory lock limit", probes.memlock_limit_bytes)
     pages = probe("huge pages", probes.huge_pages)
     report.facts["memory limits"] = {
@@ -156,6 +163,28 @@ def _refused_tier(report: Report) -> bool:
         report.advice.append(Advice("every load", why, f"unset {VARIABLE}"))
         return True
     return False
+
+
+def _cache_advice() -> list[Advice]:
+    """Folders that compiled kernels, and settings of a calibration, are asked to be kept in and cannot be."""
+    asked = [(place, name) for name, place in asked_folders() if place]
+    asked.append((str(cache_folder()), VARIABLE_OF_CACHE))
+    out = []
+    for place, name in dict(reversed(asked)).items():
+        why = _not_writable(Path(place))
+        if why is not None:
+            out.append(Advice("every start", f"compiled kernels cannot be kept in {shown(place)}: {why}",
+                              f"make it writable, or set {name} to a folder that is"))  # fmt: skip
+    return out
+
+
+def _not_writable(folder: Path) -> str | None:
+    """Why no file can be made below a folder, which may be still to be made; None if it can. Makes nothing."""
+    while not os.path.lexists(folder) and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir():
+        return f"{shown(str(folder))} is no folder"
+    return None if os.access(folder, os.W_OK | os.X_OK) else f"{shown(str(folder))} cannot be written"
 
 
 def _read_probe(place: Path) -> tuple[str, float, float] | None:
@@ -241,7 +270,7 @@ def advise(m: Machine, compiler: object, lock: object, pages: object, times: obj
             Advice(
                 "everything",
                 "a GPU is here, but CuPy is not installed: the CPU backend is used",
-                'pip install "strata[cuda12]" or "strata[cuda13]", as the driver allows',
+                INSTALL_CUPY.rstrip("."),
             )
         )
     if m.gpus and compiler is None:
@@ -249,7 +278,7 @@ def advise(m: Machine, compiler: object, lock: object, pages: object, times: obj
             Advice(
                 "GPU start",
                 "NVRTC was not found: GPU kernels cannot be compiled",
-                'pip install "strata[cuda12]" (it brings NVRTC)',
+                f"{INSTALL_CUPY.rstrip('.')} (they bring NVRTC)",
             )
         )
     for g in m.gpus:

@@ -62,12 +62,12 @@ def choose_device(machine: Machine, o: PlanOptions) -> Gpu | None:
             f"device {o.device!r} is not there",
             found=f"GPUs: {len(machine.gpus)}",
             needed=" or ".join(["auto", "cpu", *(f"cuda:{gpu.index}" for gpu in machine.gpus)]),
-            advice=_lacking(machine),
+            advice=why_no_gpu(machine),
         )
     return machine.gpus[index]
 
 
-def _lacking(machine: Machine) -> str | None:
+def why_no_gpu(machine: Machine) -> str | None:
     """Why this machine has no GPU, where that is known, and who says more."""
     if machine.described and not machine.gpus:
         return "The machine is described without a card; gpu or vram_gib describes one."
@@ -77,7 +77,7 @@ def _lacking(machine: Machine) -> str | None:
 
 def _check_cpu(machine: Machine, o: PlanOptions) -> None:
     """Refuse options that mean nothing without a GPU."""
-    kind, advice = (BadArgument, None) if o.device == "cpu" else (NoDevice, _lacking(machine))
+    kind, advice = (BadArgument, None) if o.device == "cpu" else (NoDevice, why_no_gpu(machine))
     found = f"GPUs: {len(machine.gpus)}, device={o.device!r}"
     # Neither slots nor a share is what the CPU has.
     given = {"slots": o.slots or None, "pcie_share": o.pcie_share or None, "vram_gib": o.vram_gib}

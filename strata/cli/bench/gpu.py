@@ -91,10 +91,10 @@ def command(
     after the other at every level of early starts and fails if a bit of their streams differs.
     """
     from strata.cli.locate import find_model
-    from strata.gpu.device import required_device
     from strata.planner.cards import card_by_name
     from strata.planner.options import MOST_OF_ANY
-    from strata.synth import SynthSpec
+    from strata.required_device import required_device
+    from strata.synth import MOST_EXPERTS, ROUTED, SynthSpec
 
     if model is not None:
         flags.refuse_idle(ctx, OF_A_MADE_MODEL, "with --model")
@@ -115,7 +115,8 @@ def command(
     read = position + (check_early or 0) * max(wanted)
     need(read <= most, "--check-early does not fit the context", found=f"{read} tokens", needed=f"at most {most}",
          advice="Give --context.")  # fmt: skip
-    other = card_by_name(card)
+    other = card_by_name(card, "Its bandwidth estimates times of another card: give --card the nearest to yours.")
+    count("--n-experts", n_experts, ROUTED, MOST_EXPERTS)
     spec = SynthSpec.of_types(experts, layers=layers, experts=n_experts, vocabulary=vocabulary, seed=seed,
                               distinct_pieces=DISTINCT_PIECES, dense=dense)  # fmt: skip
     if model is not None:

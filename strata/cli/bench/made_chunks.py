@@ -35,7 +35,7 @@ def measure_made(
 ) -> None:  # fmt: skip
     """Make the model, measure, print. Raises BadArgument for what cannot be measured."""
     from strata.cli.bench.gpu import DISTINCT_PIECES, model_path
-    from strata.gpu.device import required_device
+    from strata.required_device import required_device
     from strata.synth import SynthSpec
 
     rows, places = _rows(chunks), _places(where)

@@ -54,8 +54,8 @@ def convert(
     force        replace `out` if it is an rt folder; its draft_vocab.bin stays unless one lies beside the source
     on_progress  called with (experts done, experts)
 
-    `out` appears complete or not at all. BadArgument for an unknown format or an `out` that must not be replaced,
-    DoesNotFit if the disk is too small, FileError or ModelError for a source that cannot be read.
+    `out` appears complete or not at all. BadArgument for an unknown format, DoesNotFit if the disk is too small,
+    FileError for an `out` that must not be replaced, FileError or ModelError for a source that cannot be read.
     """
     if experts not in EXPERT_FORMATS:
         raise BadArgument("format of the experts is unknown", found=repr(experts), needed=", ".join(EXPERT_FORMATS))
@@ -99,12 +99,12 @@ def _need_replaceable(out: Path, force: bool) -> None:
     if not out.exists() and not out.is_symlink():
         return
     if not force:
-        raise BadArgument(
+        raise FileError(
             "the output exists", found=f"'{out}'", needed="a new folder", advice="Use --force to replace it."
         )
     strange = [out.name] if out.is_symlink() or not out.is_dir() else sorted({p.name for p in out.iterdir()} - FILES)
     if strange:
-        raise BadArgument(
+        raise FileError(
             f"'{out}' is more than an rt folder and is not replaced",
             found=", ".join(strange[:4]),
             needed=f"a folder of nothing but {', '.join(sorted(FILES))}",

@@ -66,7 +66,7 @@ def _pair(types: str) -> tuple[str, str]:
 
 
 def _gpu(types: str, rows: str, layers: int, n_experts: int) -> dict[str, Any]:
-    from strata.gpu.device import required_device
+    from strata.required_device import required_device
 
     wanted, (gate_up, down) = numbers("--rows", rows, 8), _pair(types)
     count("--layers", layers, 1, 256)

@@ -116,7 +116,7 @@ def _timer(part: str, on_found: Callable[[Figure], None]) -> Iterator[Timer]:
     """The first CUDA device, closed behind the block."""
     from strata import gpu_speed
     from strata.cli.bench.gpu_kernels.timer import Timer
-    from strata.gpu.device import required_device
+    from strata.required_device import required_device
 
     effort = gpu_speed.DEFAULT_EFFORT
     if part == "wide":  # milliseconds a launch
