@@ -109,7 +109,7 @@ def test_a_missing_llama_is_a_failure_and_not_wrong_usage(tiny_path, monkeypatch
 
 
 @pytest.mark.parametrize(("words", "told", "other"), [
-    (("--card", "nonsense"), "H200. Its bandwidth estimates", "vram"),
+    (("--card", "nonsense"), "cards.json. Its bandwidth estimates", "vram"),
     (("--n-experts", "0"), "--n-experts is out of range", "experts is out of range; found '"),
     (("--dense", "nonsense"), "needed one of F32, ", "I8"),
 ])  # fmt: skip

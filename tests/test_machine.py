@@ -43,8 +43,11 @@ def test_driver_names_are_matched_with_their_memory():
 
 
 def test_unknown_card_names_the_closest():
-    with pytest.raises(BadArgument, match="RTX 5070"):
+    with pytest.raises(BadArgument, match="RTX 5070") as refused:
         card_by_name("RTX 507")
+    assert f"one of {len(known_cards())}, as " in refused.value.needed and "..." not in str(refused.value)
+    listed = Path(refused.value.advice.removeprefix("All are listed in ").partition(". ")[0])
+    assert listed.name == "cards.json" and listed.is_file()
 
 
 def test_every_known_card_is_plausible_and_named_once():

@@ -134,7 +134,8 @@ def test_calibrate_remembers_and_forgets(tiny_path, tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     for text in ("8.0 us for one row", "threads=1   1.500 ms a window, against 2.000: +25.0 %, turns within 2.0 %, k",
                  "+0.7 %, turns within 2.0 %, not kept\n", "30.0 %, not kept: the turns differ by more", "a note",
-                 "settings    threads=1", str(tmp_path / "calibration.json"), "only where it is given, as --threads 1"):  # fmt: skip
+                 "settings    threads=1", str(tmp_path / "calibration.json"),
+                 "only where it is given, as --threads 1"):  # fmt: skip
         assert text in done.stdout
     machine = Machine.here(tiny_path)
     assert remembered(machine, tiny_path) == Settings(threads=1)

@@ -89,21 +89,22 @@ def find_card(name: str, vram_bytes: int | None = None) -> Card | None:
     return min(near, key=lambda c: abs(c.vram_bytes - vram_bytes), default=None)
 
 
-OTHER_CARD = "For any other card give its memory: vram_gib, and vram_gbps and link_gbps where they are known."
-"""Advice for who describes a machine; options of `strata plan` have the same names."""
+OTHER_CARD = "For any other card give its memory: vram_gib (--vram-gib), and vram_gbps and link_gbps where known."
+"""Advice for who describes a machine, in Python or to `strata plan`."""
 
 
 def card_by_name(name: str, advice: str = OTHER_CARD) -> Card:
-    """The card of that name. Raises BadArgument naming all known ones, the closest of them, and the advice."""
+    """The card of that name. Raises BadArgument naming the closest known ones and the list of all, and the advice."""
     card = find_card(name)
     if card is None:
         close = difflib.get_close_matches(name.lower(), [c.name.lower() for c in known_cards()], n=3, cutoff=0.3)
         names = [c.name for c in known_cards() if c.name.lower() in close]
-        near = f"Closest: {', '.join(names)}. " if names else ""
+        names = names or [c.name for c in known_cards()][:6]
+        whole = files("strata.planner").joinpath("cards.json")
         raise BadArgument(
             "unknown card",
             found=shown(name),
-            needed="one of " + ", ".join(c.name for c in known_cards()),
-            advice=f"{near}{advice}",
+            needed=f"one of {len(known_cards())}, as {', '.join(names)}",
+            advice=f"All are listed in {whole}. {advice}",
         )
     return card

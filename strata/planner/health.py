@@ -166,11 +166,12 @@ def _refused_tier(report: Report) -> bool:
 
 
 def _cache_advice() -> list[Advice]:
-    """Folders that compiled kernels, and settings of a calibration, are asked to be kept in and cannot be."""
+    """Folders that compiled kernels shall be kept in and cannot be: those that are named, else a GPU's usual one."""
     asked = [(place, name) for name, place in asked_folders() if place]
-    asked.append((str(cache_folder()), VARIABLE_OF_CACHE))
+    if not os.environ.get(VARIABLE_OF_CACHE):
+        asked.append((str(cache_folder()), VARIABLE_OF_CACHE))
     out = []
-    for place, name in dict(reversed(asked)).items():
+    for place, name in asked:
         why = _not_writable(Path(place))
         if why is not None:
             out.append(Advice("every start", f"compiled kernels cannot be kept in {shown(place)}: {why}",
