@@ -233,6 +233,7 @@ def test_refusals(tiny_path, monkeypatch):
         raise StrataError(f"CUDA device {index} cannot be used", found="no driver")
 
     monkeypatch.setattr(device, "CupyDevice", none)
+    monkeypatch.setattr("strata.required_device.why_no_gpu", lambda machine: None)  # a driver, but CuPy fails
     with pytest.raises(StrataError, match="needs a GPU: CUDA device 0 cannot be used") as refused:
         checking.check(tiny_path, "def")
     text = str(refused.value)

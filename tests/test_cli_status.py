@@ -175,3 +175,9 @@ def test_what_the_import_of_a_verb_reports_is_told_as_the_rest(monkeypatch, word
     done = CliRunner().invoke(app, words)
     assert done.exit_code == FAILED and done.stderr.splitlines()[0] == "strata: odd plan"
     assert (log.level, list(log.handlers)) == before
+
+
+@pytest.mark.parametrize("verb", ["experts", "synth", "draft --layers 2 --device cpu"])
+def test_a_number_of_experts_is_refused_by_the_option_as_typed(verb):
+    done = CliRunner().invoke(app, ["bench", *verb.split(), "--n-experts", "0"])
+    assert done.exit_code == USAGE and "--n-experts is out of range; found 0; needed 10 to 4,096" in done.stderr

@@ -63,7 +63,7 @@ def command(
     Without --tokens and --repeat they are chosen after a look at the model's speed, so that all answers together take
     about 40 seconds, and printed. Longer: -n 256 -r 5.
     """
-    from strata.synth import MOST_LAYERS, MOST_SEED, SynthSpec
+    from strata.synth import MOST_EXPERTS, MOST_LAYERS, MOST_SEED, ROUTED, SynthSpec
 
     wanted = _acceptances(acceptance)
     count("--layers", layers, 0, MOST_LAYERS)
@@ -81,6 +81,7 @@ def command(
 
         # Before a model is made, which takes minutes.
         choose_device(Machine.here(), PlanOptions(device=device or "auto", vram_gib=vram_gib, kv=kv, threads=threads))
+        count("--n-experts", n_experts, ROUTED, MOST_EXPERTS)
         spec = SynthSpec.of_types(experts, layers=layers, experts=n_experts, vocabulary=vocabulary, seed=seed,
                                   distinct_pieces=DISTINCT_PIECES)  # fmt: skip
         spec.need_replayable()

@@ -71,7 +71,7 @@ def command(
     from strata import capped_experts, experts_speed
     from strata.planner.machine import Machine
     from strata.planner.options import PlanOptions
-    from strata.synth import SynthSpec
+    from strata.synth import MOST_EXPERTS, ROUTED, SynthSpec
 
     if fraction is None:
         flags.refuse_idle(ctx, ("tokens", "share", "busy"), "without --fraction")
@@ -87,6 +87,7 @@ def command(
     count("--rows", rows, 1, WINDOW_ROWS)
     count("--windows", windows, 2)
     count("--tokens", tokens, 2)
+    count("--n-experts", n_experts, ROUTED, MOST_EXPERTS)
     spec = SynthSpec.of_types(types, layers=layers, experts=n_experts, vocabulary=vocabulary, seed=seed,
                               distinct_pieces=DISTINCT_PIECES)  # fmt: skip
     # Before a model is made, which takes minutes.

@@ -56,7 +56,7 @@ def command(
     Widths, vocabulary and the dense types are those of the Q2_0 release; the n-gram table is small. What experts the
     tokens ask for decides what is read from memory, so that is printed before any rate.
     """
-    from strata.synth import SynthSpec
+    from strata.synth import MOST_EXPERTS, ROUTED, SynthSpec
 
     need(arch in ARCHITECTURES, "no such architecture", found=repr(arch), needed=", ".join(ARCHITECTURES))
     need(routing in ROUTINGS, "no such routing", found=repr(routing), needed=", ".join(ROUTINGS))
@@ -67,6 +67,7 @@ def command(
     count("--repeat", repeat, 1)
     count("--prefill-tokens", prefill_tokens, 0)
     count("--threads", threads, 1, MOST_THREADS)
+    count("--n-experts", n_experts, ROUTED, MOST_EXPERTS)
     spec = SynthSpec.of_types(experts, layers=layers, experts=n_experts, vocabulary=vocabulary, seed=seed)
     if tokens and routing == "replayed":
         spec.need_replayable()
