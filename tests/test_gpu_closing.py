@@ -253,7 +253,8 @@ class FakeCuda:
 
         runtime = SimpleNamespace(
             CUDARuntimeError=RuntimeError, hostAllocPortable=1,
-            getDeviceProperties=lambda index: {"name": b"fake", "multiProcessorCount": 4},
+            getDeviceProperties=lambda index: {"name": b"fake", "multiProcessorCount": 4,
+                                               "sharedMemPerMultiprocessor": 164 << 10},
             driverGetVersion=lambda: 12040, deviceGetAttribute=lambda *_: 1, memGetInfo=lambda: (1 << 30, 1 << 30),
             memsetAsync=lambda *_: None, hostRegister=register, hostUnregister=unregister,
             cudaDevAttrHostRegisterSupported=1, cudaDevAttrCanUseHostPointerForRegisteredMem=2,

@@ -114,8 +114,16 @@ def test_blocks_that_a_device_makes(processors, four, eight):
         x = area_of(np.zeros((T, 256), np.float32), 256).places
         one = half_rows(by_name("Q4_K"), 64, 70400, x, 64, 70400)
         assert one.grid == (T // 4, 1100, 1)
-        assert made_for(one, 90, processors).grid == (T // 4, blocks, 1)
-        assert made_for(replace(one, staying=0), 90, 1).grid == one.grid
+        assert made_for(one, 90, processors, 228 << 10).grid == (T // 4, blocks, 1)
+        assert made_for(replace(one, staying=0), 90, 1, 228 << 10).grid == one.grid
+
+
+@pytest.mark.parametrize(("arch", "shared_kib", "blocks"), [(75, 64, 24), (80, 164, 48), (86, 100, 24), (90, 228, 48)])
+def test_blocks_that_stay_have_room(arch, shared_kib, blocks):
+    """24 processors of one architecture or another, rows of 2,560 values."""
+    x = area_of(np.zeros((4, 2560), np.float32), 256).places
+    one = made_for(half_rows(by_name("Q4_K"), 64, 70400, x, 64, 70400), arch, 24, shared_kib << 10)
+    assert one.grid == (1, blocks, 1)
 
 
 @pytest.mark.skipif(ON_DEVICE, reason="the device does not tell races")

@@ -1,5 +1,8 @@
 """Matrices of different formats in one launch: the bits of each product alone."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -7,7 +10,7 @@ from strata.base import arithmetic
 from strata.base.errors import BadArgument
 from strata.gpu.gemv import choices, relayout
 from strata.gpu.gemv.mixed import HELD_K, HELD_SUM_BYTES, KINDS, Q6_MOST_ROWS, Part, mixed
-from strata.gpu.launch import Launch
+from strata.gpu.launch import Launch, Source
 from strata.pack.formats import by_name
 from tests.block_data import random_activations, random_rows
 from tests.canonical.call import assert_same, check_guards, room
@@ -20,7 +23,10 @@ pytestmark = needs_compiler
 QUANTISED = [name for name in KINDS if by_name(name).group]
 
 
-def check(shapes: list[tuple[str, int]], T: int, K: int, reverse: bool = False, races: bool = False) -> Launch:
+def check(
+    shapes: list[tuple[str, int]], T: int, K: int, reverse: bool = False, races: bool = False, other: Path | None = None
+) -> Launch:
+    """other: a text with the kernels as cards without background copies have them."""
     x = aligned_floats(random_activations(T, K, "mid", seed=T))
     groups = {by_name(name).group for name, _ in shapes} - {0}
     areas = {g: area_of(x, g) for g in groups}
@@ -38,7 +44,10 @@ def check(shapes: list[tuple[str, int]], T: int, K: int, reverse: bool = False, 
         outputs.append(y)
         parts.append(Part(format, address(data), rows, address(y)))
     (launch,) = mixed(address(x), T, K, {g: a.places for g, a in areas.items()}, parts)
-    if races:
+    if other:
+        run(replace(launch, source=Source(str(other), launch.source.instances), ring_bytes=0,
+                    shared_bytes=launch.shared_bytes - launch.ring_bytes), races=races)  # fmt: skip
+    elif races:
         run(launch, races=True)
     else:
         run_all([launch], reverse=reverse)
@@ -100,6 +109,16 @@ def test_tensor_cores_or_not(monkeypatch):
     assert check([("BF16", 6), ("F32", 9)], 4, 768).shared_bytes == 0
     monkeypatch.setattr(choices, "HALF_FROM", 99)
     assert check(shapes, 4, 768).shared_bytes == check([("IQ4_XS", 24)], 4, 768).shared_bytes == 0
+
+
+@pytest.mark.skipif(ON_DEVICE, reason="a kernel as older cards have it")
+def test_two_stages_as_turing_has_them(tmp_path):
+    """Every format on tensor cores in half of the rings' memory, rows of fewer chunks than that and of more."""
+    text = tmp_path / "mixed.cu"
+    text.write_text('#define HALF_STAGES 2\n#include "gemv/mixed.cu"\n')
+    for K in (512, 1536, HELD_K):
+        check([("BF16", 20), ("Q3_K", 70), ("IQ4_XS", 9), ("Q6_K", 5)], 3, K, races=True, other=text)
+        check([("Q4_K", 21), ("BF16", 3), ("Q5_K", 66)], 7, K, races=True, other=text)
 
 
 @pytest.mark.skipif(ON_DEVICE, reason="the device does not tell races")

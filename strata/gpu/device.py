@@ -146,6 +146,7 @@ class CupyDevice:
         self.clusters = self.arch >= CLUSTERS_FROM
         properties = self._runtime.getDeviceProperties(index)
         name, self.processors = properties["name"], int(properties["multiProcessorCount"])
+        self.processor_shared_bytes = int(properties["sharedMemPerMultiprocessor"])
         self.name = name.decode() if isinstance(name, bytes) else str(name)
         self.limit_bytes, self.taken_bytes = limit_bytes, 0
         self.can_read_host = self._has("HostRegisterSupported") and self._has("CanUseHostPointerForRegisteredMem")
@@ -318,7 +319,7 @@ class CupyDevice:
         prepared = []
         for launch in launches:
             function = self._function(launch)
-            launch = made_for(launch, self.arch, self.processors)
+            launch = made_for(launch, self.arch, self.processors, self.processor_shared_bytes)
             if launch.shared_bytes > self._shared_bytes.get(function.ptr, SURE_SHARED_BYTES):
                 attribute = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 self._cupy.cuda.driver.funcSetAttribute(function.ptr, attribute, launch.shared_bytes)

@@ -21,6 +21,9 @@ FOLDER = Path(__file__).resolve().parent
 RINGS_FROM = 80
 """First architecture whose kernels have the rings of `Launch.ring_bytes`."""
 
+OWN_SHARED_BYTES = 1024
+"""Shared memory that the driver takes for each block."""
+
 CLUSTERS_FROM = 90
 """First architecture whose blocks form clusters."""
 
@@ -53,8 +56,8 @@ class Launch:
     ahead         such launches run one behind the other, beside all others, from where the first of them stands
     meets         a launch outside of forks that waits for all launches ahead
     cluster       blocks of a cluster, as the kernel has it (cluster.cuh), or 1; from sm_90 on (CLUSTERS_FROM)
-    staying       unless 0: at most so many blocks for each processor are made, by a shorter y axis of the grid, and
-                  share out what the whole grid would do
+    staying       unless 0: at most so many blocks for each processor are made, and no more than its shared memory has
+                  room for, by a shorter y axis of the grid; they share out what the whole grid would do
     """
 
     source: Source
@@ -84,13 +87,14 @@ class Launch:
                 raise BadArgument(f"argument {i} of {self.kernel}", found=type(a).__name__, needed="a numpy scalar")
 
 
-def made_for(one: Launch, arch: int, processors: int) -> Launch:
-    """The launch as a device of architecture sm_`arch` with so many processors makes it."""
+def made_for(one: Launch, arch: int, processors: int, shared_bytes: int) -> Launch:
+    """The launch as a device of architecture sm_`arch` makes it; shared_bytes: shared memory of each processor."""
     if one.ring_bytes and arch < RINGS_FROM:
         one = replace(one, shared_bytes=one.shared_bytes - one.ring_bytes, ring_bytes=0)
     if one.staying:
         x, y, z = one.grid
-        one = replace(one, grid=(x, min(y, max(one.staying * processors // (x * z), 1)), z))
+        room = max(min(one.staying, shared_bytes // (one.shared_bytes + OWN_SHARED_BYTES)), 1)
+        one = replace(one, grid=(x, min(y, max(room * processors // (x * z), 1)), z))
     return one
 
 

@@ -25,7 +25,7 @@ from tests.canonical.call import Slot
 
 HERE = Path(__file__).resolve().parent
 FLAGS = ("-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-fwrapv", "-w", "-fPIC", "-fsanitize=alignment")
-ARCH, PROCESSORS = 90, 1
+ARCH, PROCESSORS, SHARED_BYTES = 90, 1, 228 << 10
 """What the CPU stands for; one processor, so that blocks that stay have several tiles of small matrices."""
 HEADERS = ("shim.h", "fibers.h", "races.h")
 RACES = ("-fsanitize=thread", "-fno-gnu-unique", "-DSTRATA_RACES", "-g1")
@@ -124,7 +124,7 @@ def run(launch: Launch, *, reverse: bool = False, races: bool = WATCH_RACES, pee
     AssertionError if lanes wait for ever, an argument has the wrong size, dynamic shared memory is exceeded, a copy is
     not aligned, or with `races` if threads race for shared memory.
     """
-    launch = made_for(launch, ARCH, PROCESSORS)
+    launch = made_for(launch, ARCH, PROCESSORS, SHARED_BYTES)
     lib = library(launch.source, races)
     i = launch.source.instances.index(launch.kernel)
     sizes = (ctypes.c_int * 64)()

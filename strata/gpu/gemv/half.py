@@ -15,8 +15,8 @@ SOURCE = Source(
     tuple(f"half_rows<{name}, {stays}>" for name in HALF_STAGE_BYTES for stays in ("false", "true")),
 )
 STAYING, STAYING_ROWS = 2, 65536
-"""Blocks that have room on a processor: so many take all tiles of a matrix with that many rows and more. Code for one
-tile is faster where each has one."""
+"""Most blocks of a processor that stay, where there is room: they take all tiles of a matrix with that many rows and
+more. Code for one tile is faster where each has one."""
 COLUMNS, WARPS, WARP_ROWS = 4, 8, 8
 """Columns and warps of a block, and rows of a warp. Blocks of four warps were 1 to 35 % slower with four columns."""
 
