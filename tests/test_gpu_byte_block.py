@@ -9,6 +9,7 @@ from strata.gpu.launch import Launch
 from strata.pack.formats import by_name
 from tests.block_data import MODES, random_activations, random_rows
 from tests.canonical.call import assert_same, check_guards, room
+from tests.column_cases import check_numbers_of_columns, largest_columns
 from tests.gpu.run_on_cpu import ON_DEVICE, address, needs_compiler, run, run_all
 from tests.test_gpu_float_gemv import aligned as aligned_floats
 from tests.test_gpu_gemv import aligned, area_of, wanted
@@ -35,12 +36,8 @@ def check(name, raw, x, expected=None, *, reverse=False, races=False) -> Launch:
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("mode", MODES)
 def test_same_bits(mode, name):
-    """Three to eight columns; tiles that are full, and rows that end anywhere in a row block, a warp or a pair."""
-    for K, rows in ((512, 16), (1536, 77), (1024, 39), (2560, 13)):
-        raw, x = random_rows(by_name(name), rows, K, mode, seed=K), random_activations(8, K, mode, seed=K + 1)
-        expected = wanted(by_name(name), raw, x)
-        for T in range(3, 9) if K == 1536 else (3, 8):
-            check(name, raw, x[:T], expected[:T], reverse=T % 2 == 1)
+    """Two to eight columns; tiles that are full, and rows that end anywhere in a row block, a warp or a pair."""
+    check_numbers_of_columns(check, name, mode, ((512, 16), (1536, 77), (1024, 39), (2560, 13)), 2)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -51,10 +48,7 @@ def test_largest_integers(name, fill):
     raw = np.full((16, K // 256, format.block_bytes), fill, np.uint8)
     at = format.block_bytes - 2 if name == "Q3_K" else 0
     raw[..., at : at + 2] = np.array([0.01], np.float16).view(np.uint8)
-    x = np.full((4, K), 3.0, np.float32)
-    x[1] *= -1
-    x[2, ::2] *= -1
-    check(name, raw.reshape(16, -1), x)
+    check(name, raw.reshape(16, -1), largest_columns(K))
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -11,6 +11,7 @@ from strata.gpu.launch import Source, made_for
 from strata.pack.formats import by_name
 from tests.block_data import MODES, random_activations, random_rows
 from tests.canonical.call import assert_same, check_guards, room
+from tests.column_cases import check_numbers_of_columns, largest_columns
 from tests.gpu.run_on_cpu import ON_DEVICE, address, needs_compiler, run, run_all
 from tests.test_gpu_gemv import aligned, area_of, wanted
 
@@ -37,11 +38,7 @@ def check(name, raw, x, expected=None, *, spare=3, reverse=False, races=False):
 @pytest.mark.parametrize("mode", MODES)
 def test_same_bits(mode, name):
     """One to eight columns; tiles that are full, and rows that end anywhere in a row block, a warp or a pair."""
-    for K, rows in ((256, 16), (768, 77), (1024, 39), (2560, 13)):
-        raw, x = random_rows(by_name(name), rows, K, mode, seed=K), random_activations(8, K, mode, seed=K + 1)
-        expected = wanted(by_name(name), raw, x)
-        for T in range(1, 9) if K == 768 else (3, 8):
-            check(name, raw, x[:T], expected[:T], reverse=T % 2 == 1)
+    check_numbers_of_columns(check, name, mode, ((256, 16), (768, 77), (1024, 39), (2560, 13)), 1)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -50,10 +47,7 @@ def test_largest_integers(name):
     format, K = by_name(name), 512
     raw = np.full((16, K // 256, format.block_bytes), 255, np.uint8)
     raw[..., :4] = np.array([0.01, 0.02], np.float16).view(np.uint8)
-    x = np.full((4, K), 3.0, np.float32)
-    x[1] *= -1
-    x[2, ::2] *= -1
-    check(name, raw.reshape(16, -1), x)
+    check(name, raw.reshape(16, -1), largest_columns(K))
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -6,7 +6,7 @@
 #include "gemv/wanted.cuh"
 
 // Blocks for 32 rows of gate and of up. Grid: (row tiles, entries * groups of four, or jobs): what has nothing to do comes
-// last. Dynamic shared memory: columns, what warps trade, a ring for every warp from ring_at on.
+// last. Dynamic shared memory: columns, a ring for every warp from ring_at on.
 STARTS_EARLY __global__ void __launch_bounds__(256, 2)
 gate_up(const u8 *weights, const u8 *up, const u64 *addresses, int part, i64 stride, const int *ids, const u8 *decisions,
         int take, const int *jobs, int n, int share, const i8 *codes, const float *scales, const int *sums, int rows, int K,

@@ -8,6 +8,7 @@ import numpy as np
 
 from strata.base.errors import need
 from strata.gpu.activations import Activations
+from strata.gpu.float_gemv import HELD_ROWS
 from strata.gpu.gemv import choices
 from strata.gpu.gemv.choices import brings_column, column_bytes, goes_half
 from strata.gpu.gemv.half import HALF_STAGE_BYTES, WARPS, half_bytes
@@ -31,9 +32,9 @@ HALF_LISTS_FROM = 2
 12.5 (an attention layer's), or the same (Q3_K with Q4_K)."""
 Q6_MOST_ROWS = 1024
 """A matrix of Q6_K, which has no products on tensor cores, with more rows than that keeps its list from them."""
-HELD_K, HELD_ROWS, HELD_SUM_BYTES = 2560, 4, 32 << 10
-"""Beside matrices on tensor cores: values of a row of BF16 that blocks hold in registers (held_rows.cuh), what the
-number of rows is a multiple of then, and a block's shared memory for their sums."""
+HELD_K, HELD_SUM_BYTES = 2560, 32 << 10
+"""Beside matrices on tensor cores: values of a row of BF16 that blocks hold in registers (held_rows.cuh; the number of
+rows is a multiple of HELD_ROWS then), and a block's shared memory for their sums."""
 UNIT_ROWS, FLOAT_UNIT_ROWS = 8, 2
 """Rows of a quantised matrix that a warp takes, and of a float one. With two of these all warps of a delta-rule layer's
 widest product have room on 132 processors at once."""
